@@ -25,6 +25,7 @@ from ptx import has_asm, translate_preprocessed
 from cu2cpp import (TranslationError, _closing, code_of, device_bodies, functions_of, kernel_heads, kernels_of,
                     translate_foreign)
 from two_versions import two_versions
+from unasked import with_unasked
 
 ROOT = Path(__file__).resolve().parents[1]
 CACHE = ROOT / "build" / "try"
@@ -35,6 +36,13 @@ SANITIZERS = {"address": "stray access", "thread": "race"}  # what each finds; i
 MANY_FILES = 100
 PAGE = "docs/cpu.md"
 WITHOUT_ENDED = "A barrier in"  # how the only mistake begins that does not spoil what comes after it
+# How the backend begins when threads wait for memory that others than this launch may write, and what is said then.
+FOR_OTHERS = "it may be for others: "
+DEADLOCK = "A deadlock: threads wait for something that nobody will do."
+WAITS_FOR_OTHERS = ("Not known: whether these threads would go on. The host, or a kernel in another stream, may write what they"
+                    " wait for. But here a kernel ends before the host goes on, and before the next kernel begins.")
+NOT_LOOKED_AT = ("    Not looked at: the order of the nodes of a graph; what libraries do; other inputs, and other orders of the"
+                 f" blocks. {PAGE} says more.")
 CXX = "g++"
 CC = "gcc"
 FLAGS = ["-std=c++20", "-g1", "-w", "-Wno-psabi", "-fno-strict-aliasing", "-DCUDA_CPU_STACK=512"]
@@ -50,7 +58,7 @@ BUILDS = {
     "thread": ["-O1", "-fsanitize=thread", *VOLATILE, *SANITIZED],
     "address": ["-O1", "-fsanitize=address,undefined", *SANITIZED],
 }
-RUNS_THREADS = ("cuda_cpu.cpp", "hopper.cpp", "counting.cpp", "ledger.cpp", "tsan_identities.cpp")
+RUNS_THREADS = ("cuda_cpu.cpp", "fences.cpp", "hopper.cpp", "counting.cpp", "ledger.cpp", "tsan_identities.cpp")
 PRINTS = ("printf", "__printf_chk", "puts", "putchar")  # what cpu/watch/repeats.cpp has to know of
 IDENTITIES = identities.link_flags(CXX)  # of the thread sanitizer
 _INCLUDE = re.compile(r'^([ \t]*#[ \t]*include[ \t]*)(?:"([^"\n]+)"|<([^>\n]+)>)', re.MULTILINE)
@@ -329,8 +337,9 @@ class Sources:
                     return f'{match[1]}"{own}"'
                 return f'{match[1]}"{written[found]}"' if found in written else match[0]
 
+            text = _INCLUDE.sub(include, text if self._is_cub(file) else with_unasked(text))
             try:
-                new = translate_foreign(_INCLUDE.sub(include, text), self.name(file), self.special, self.kernels,
+                new = translate_foreign(text, self.name(file), self.special, self.kernels,
                                         self.by_address)
             except TranslationError as error:
                 raise Refusal(f"{error}. {PAGE} lists what the CPU backend can do.", 1) from None
@@ -689,32 +698,39 @@ def worst(report, texts):
 def mistakes(rc, report, texts, seconds):
     """What the first run has found, in sentences."""
     lines = next(iter(texts.values()))
-    found, refused = [], {}
+    found, refused, unasked = [], {}, {}
     for what, *rest in report:
         if what == "failed":
             message = rest[0]
             match = re.match(r"cuda_cpu: kernel launched at (.*?):(\d+) \((.*?)\), block \((.*?)\): (.*)", message)
             if match and ("deadlock: " in match[5] or " waits in " in match[5]):
-                found.append(_waits(match[5], lines))
+                found.append(_waits(match[5].replace(FOR_OTHERS, "deadlock: "), lines).replace(DEADLOCK, (
+                    WAITS_FOR_OTHERS if FOR_OTHERS in match[5] else DEADLOCK)))
             elif match:
                 found.append(sentence(match, texts))
             else:
                 found.append(message)
         elif what == "exited" and (match := re.match(r".*? \((.*?)\), block \((.*?)\): (.*)", rest[0])):
             found.append(_waits(match[3], lines).replace(
-                "A deadlock: threads wait for something that nobody will do.", f"{WITHOUT_ENDED} {short(match[1])}, block"
+                DEADLOCK, f"{WITHOUT_ENDED} {short(match[1])}, block"
                 f" ({match[2]}), to which a thread does not come, since it has ended. This run goes on without it, as GPUs"
                 " since Volta do."))
         elif what == "host":
             found.append("A mistake: " + rest[0] + with_code(rest[0], texts))
         elif what == "refused" and rest[0]:  # without a reason: a kernel has failed before, which is said
             refused[rest[0]] = refused.get(rest[0], 0) + 1
+        elif what == "unasked":
+            unasked[rest[0]] = unasked.get(rest[0], 0) + 1
         elif what == "time":
             found.append(f"It did not end within {seconds} seconds: {rest[0]}. Make the problem smaller, or look for a"
                          " loop that never ends.")
     for why, times in refused.items():
         often = f" ({times} times)" if times > 1 else ""
         found.append(f"A launch failed{often}, and the program did not ask (cudaGetLastError() says so): {why}")
+    for call, times in unasked.items():
+        often = f" ({times} times)" if times > 1 else ""
+        found.append(f"A call failed{often}, and the program did not look at what it returned: {call}"
+                     + with_code(call, texts))
     if rc is None and not found:
         found.append(f"It did not end within {seconds} seconds, and no kernel was running. Make the problem smaller.")
     return found
@@ -747,6 +763,19 @@ def leaks(report):
                 + (f", asked for at {where}" if where else "") + ".")
 
 
+def between_streams(report):
+    """Of ThreadSanitizer's report of a race: what is missing if it is not between threads of one kernel."""
+    who = re.findall(r"^  (?:Previous )?(?:atomic )?(?:read|write) of size \d+ at \w+ by (?:thread )?(T\d+|main thread)", report,
+                     re.MULTILINE | re.IGNORECASE)
+    names = dict(re.findall(r"^  Thread (T\d+) '(stream \d+)'", report, re.MULTILINE))
+    first, second = ([names.get(each, each) for each in who] + ["", ""])[:2]
+    if "main thread" in (first, second):
+        return ("\nOne of them is the host's. It has to wait before, as with cudaStreamSynchronize().")
+    if first != second and first.startswith("stream") and second.startswith("stream"):
+        return "\nThey are in two streams. An event (cudaStreamWaitEvent()), or a wait of the host, has to come between them."
+    return ""
+
+
 def sanitizers(builds, folder, arguments, texts, seconds):
     """What the two other builds find, in sentences."""
     lines = next(iter(texts.values()))
@@ -756,9 +785,14 @@ def sanitizers(builds, folder, arguments, texts, seconds):
         rc, printed, report = run(program, arguments, seconds, folder / f"report-{build}")
         printed = with_lines(printed, program)
         if "ThreadSanitizer: data race" in printed:
-            found.append(_race(printed, lines))
+            found.append(_race(printed, lines) + between_streams(printed))
         elif bounds := _bounds(printed, lines):
             found.append(bounds)
+        elif "cuda_cpu: no room" in printed or re.search("Sanitizer: Thread limit|Sanitizer failed to (?:m?map|allocate)",
+                                                         printed):
+            say(f"Not known: whether there is a {what}. So many threads wait for each other at the same time, each with a"
+                " stack and memory of the sanitizer, that the system has no room for more of them. Take smaller blocks, or"
+                " fewer of them.")
         elif any(each[0] == "time" for each in report) or rc is None:
             say(f"Not known: whether there is a {what}; that run did not end within {seconds} seconds. Make the problem"
                 " smaller.")
@@ -771,7 +805,7 @@ def sanitizers(builds, folder, arguments, texts, seconds):
         elif rc < 0:
             say(f"Not known: whether there is a {what}. {ended_by(-rc)}")
         else:
-            say(f"No {what}: nothing was found by the {build} sanitizer.")
+            say(f"No {what}: nothing was found by the {build} sanitizer." + (f"\n{NOT_LOOKED_AT}" if what == "race" else ""))
     return found
 
 
@@ -949,6 +983,8 @@ def tried(doc):
     else:
         for each in builds.values():
             each.cancel()
+    if given.quick and not found:
+        say("Not looked at: races, the order of streams, and most stray accesses (--quick).")
     pool.shutdown(cancel_futures=True)
     if rc not in (0, None) and not found:
         say(f"The program ended with exit code {rc}.")

@@ -194,6 +194,8 @@ def _atomic(x):
             call = f"::atomic{function}({at}, {value}{site})"
         calls.append(call)
     done = f"auto* const cuda_cpu_at = {pointer}; "
+    if x["order"] in ("release", "acq_rel"):  # which is a fence before the operation
+        done += f"::__threadfence{'_block' if x['scope'] == 'cta' else ''}(); "
     if not first:
         return done + "; ".join(calls) + ";"
     to = x.registers(0) if x["count"] else [x.operands[0]]
@@ -454,12 +456,14 @@ TABLE = {
     f"ld{_SPACE}.(order:relaxed|acquire|volatile){_SCOPE}{_HINTS}[.v(count:2|4)].T": _load,
     f"st{_SPACE}.(order:relaxed|release|volatile){_SCOPE}{_HINTS}[.v(count:2|4)].T": _store,
     f"st[.(order:relaxed|release|volatile|weak)]{_SCOPE}{_SPACE}[.wb|.cg|.cs|.wt]{_HINTS}[.v(count:2|4)].T": _store,
-    f"(atom|red)[.relaxed|.acquire|.release|.acq_rel]{_SCOPE}{_SPACE}[.(what:and|or|xor|cas|exch|add|inc|dec|min|max)]"
+    f"(atom|red)[.(order:relaxed|acquire|release|acq_rel)][.(scope:cta|cluster|gpu|sys)]{_SPACE}[.(what:and|or|xor|cas|exch|add|inc|dec|min|max)]"
     "[.noftz][.L2::cache_hint][.v(count:2|4)].T": _atomic,
-    f"(atom|red)[.relaxed|.acquire|.release|.acq_rel]{_SCOPE}{_SPACE}{_SCOPE}.(what:and|or|xor|cas|exch|add|inc|dec|min"
+    f"(atom|red)[.(order:relaxed|acquire|release|acq_rel)][.(scope:cta|cluster|gpu|sys)]{_SPACE}{_SCOPE}.(what:and|or|xor|cas|exch|add|inc|dec|min"
     "|max)[.noftz].T": _atomic,
-    "membar.(cta|gl|sys)": "::__threadfence();",
-    f"fence[.sc|.acq_rel|.acquire|.release]{_SCOPE}": "::__threadfence();",
+    "membar.cta": "::__threadfence_block();",
+    "membar.(gl|sys)": "::__threadfence();",
+    "fence[.sc|.acq_rel|.acquire|.release].cta": "::__threadfence_block();",
+    "fence[.sc|.acq_rel|.acquire|.release][.cluster|.gpu|.sys]": "::__threadfence();",
     # Programs rely on it for new barriers, too.
     "fence.proxy.async[.shared|.shared::cta|.shared::cluster]":
         "cuda_cpu::async_proxy_fence(); cuda_cpu::mbarrier_init_fence();",

@@ -22,6 +22,13 @@ bool has_clusters(Kernel* kernel) {
   });
 }
 
+/// How many blocks are launched. On the CPU the line of the launch is in it, for messages.
+#ifdef CUDA_CPU
+using Blocks = cuda_cpu::BlocksAt;
+#else
+using Blocks = dim3;
+#endif
+
 /// When the blocks of a launch start:
 ///   - usual: when the kernel before it in the stream has ended;
 ///   - early: sooner, as launch_early() says;
@@ -33,7 +40,7 @@ enum class Start { usual, early, together };
 /// early.
 template <typename... Parameters, typename... Arguments>
 void launch_clusters_on(cudaStream_t stream, void (*kernel)(Parameters...), unsigned cluster,
-                        Start start, dim3 blocks, dim3 threads, size_t shared_bytes,
+                        Start start, Blocks blocks, dim3 threads, size_t shared_bytes,
                         const Arguments&... arguments) {
   const bool early = start == Start::early;
   const bool modern = (cluster > 1 || early) && has_clusters(kernel);
@@ -60,13 +67,18 @@ void launch_clusters_on(cudaStream_t stream, void (*kernel)(Parameters...), unsi
     together.id = cudaLaunchAttributeCooperative;
     together.val.cooperative = 1;
   }
-  check(cudaLaunchKernelEx(&config, kernel, arguments...), "cudaLaunchKernelEx");
+#ifdef CUDA_CPU
+  const cuda_cpu::LaunchAt launch(&config, blocks.site);
+#else
+  const cudaLaunchConfig_t* const launch = &config;
+#endif
+  check(cudaLaunchKernelEx(launch, kernel, arguments...), "cudaLaunchKernelEx");
 }
 
 /// The same, early or as usual.
 template <typename... Parameters, typename... Arguments>
 void launch_clusters_on(cudaStream_t stream, void (*kernel)(Parameters...), unsigned cluster,
-                        bool early, dim3 blocks, dim3 threads, size_t shared_bytes,
+                        bool early, Blocks blocks, dim3 threads, size_t shared_bytes,
                         const Arguments&... arguments) {
   launch_clusters_on(stream, kernel, cluster, early ? Start::early : Start::usual, blocks, threads,
                      shared_bytes, arguments...);
@@ -74,7 +86,7 @@ void launch_clusters_on(cudaStream_t stream, void (*kernel)(Parameters...), unsi
 
 /// The same on the default stream.
 template <typename... Parameters, typename... Arguments>
-void launch_clusters(void (*kernel)(Parameters...), unsigned cluster, bool early, dim3 blocks,
+void launch_clusters(void (*kernel)(Parameters...), unsigned cluster, bool early, Blocks blocks,
                      dim3 threads, size_t shared_bytes, const Arguments&... arguments) {
   launch_clusters_on(nullptr, kernel, cluster, early, blocks, threads, shared_bytes, arguments...);
 }
@@ -89,7 +101,7 @@ void launch_clusters(void (*kernel)(Parameters...), unsigned cluster, bool early
 /// usual, and kernel 3 early. Kernel 3 may read at once what kernel 1 has written, but not what
 /// kernel 2 has written.) Code for older devices does not wait, and is launched as usual.
 template <typename... Parameters, typename... Arguments>
-void launch_early(void (*kernel)(Parameters...), dim3 blocks, dim3 threads, size_t shared_bytes,
+void launch_early(void (*kernel)(Parameters...), Blocks blocks, dim3 threads, size_t shared_bytes,
                   const Arguments&... arguments) {
   launch_clusters(kernel, 1, true, blocks, threads, shared_bytes, arguments...);
 }

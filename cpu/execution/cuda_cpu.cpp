@@ -16,12 +16,14 @@
 #include <vector>
 
 #include "cpu/execution/execution.h"
+#include "cpu/execution/fences.h"
 #include "cpu/execution/fiber.h"
 #include "cpu/execution/worker_pool.h"
 #include "cpu/hopper/phase_barrier.h"
 #include "cpu/runtime/capture.h"
 #include "cpu/runtime/device_state.h"
 #include "cpu/runtime/environment.h"
+#include "cpu/runtime/stream_order.h"
 #include "cpu/watch/counting.h"
 #include "cpu/watch/ledger.h"
 #include "cpu/watch/repeats.h"
@@ -124,11 +126,18 @@ void Runner::run(Launch& launch) {
   static_bytes_ = 0;
   declare(nullptr, launch.config.shared_bytes, 1024);
   Launch::Worker& state = launch.states[static_cast<std::size_t>(worker_)];
-  if (kTsan && launch.config.early) {
-    // New identities: a thread of this launch is not ordered after one of the launch before.
-    for (Fiber* fiber : fibers_) {
-      if (fiber) fiber->stale = true;
+  if (kTsan) {
+    // New identities, where a thread of this launch is not ordered after one of a launch before.
+    const bool follows = !last_order_ || always_follows(launch.order, *last_order_) ||
+                         last_waits_ != times_host_waited_for_all();
+    if (!follows) forget_blocks();
+    if (!follows || launch.config.early) {
+      for (Fiber* fiber : fibers_) {
+        if (fiber) fiber->stale = true;
+      }
     }
+    last_order_ = launch.order.shared_from_this();
+    last_waits_ = times_host_waited_for_all();
   }
 
   while (!launch.failed && wait_for_room() && start_cluster()) {
@@ -191,6 +200,8 @@ CUDA_CPU_NO_TSAN bool Runner::start_cluster() {
     block.cluster = &cluster;
     cluster.blocks.push_back(&block);
     block.started = block.exited = 0;
+    block.fenced[0] = block.fenced[1] = false;
+    block.fresh_fence[0] = block.fresh_fence[1] = false;
     block.next_index = {0, 0, 0};
     block.barrier.waiting = {};
     block.barrier.arrived = 0;
@@ -217,13 +228,22 @@ CUDA_CPU_NO_TSAN bool Runner::start_cluster() {
   return true;
 }
 
+/// What ThreadSanitizer knows of blocks that have run, and of who acted for them.
+void Runner::forget_blocks() {
+  const Unwatched bookkeeping;
+  free_slots_.clear();
+  slots_.clear();
+  free_clusters_.clear();
+  clusters_.clear();
+}
+
 /// Makes all fibers fit for the next launch, wherever their threads were.
 CUDA_CPU_NO_TSAN void Runner::abandon_threads() {
   idle_fibers_.clear();
   for (Fiber* fiber : fibers_) {
     if (!fiber) continue;
     tsan_become(fiber->tsan_identity());
-    tsan_release(kernel_end(launch_->device, launch_->number));
+    tsan_release(launch_end(launch_->order, launch_->number));
     tsan_become(main_.tsan_identity());
     fiber->stale = true;
     idle_fibers_.push_back(fiber);
@@ -272,6 +292,7 @@ CUDA_CPU_NO_TSAN void Runner::run_thread() {
   threadIdx = self.index;
   blockIdx = block.index;
   tsan_acquire(&block.tsan_start);
+  tsan_acquire(&launch_->order.begins);
   AsyncCopies& copies = block.async_copies[self.number];
   copies.clear();
   choose_hook_use();
@@ -321,7 +342,7 @@ CUDA_CPU_NO_TSAN void Runner::block_ended(Block& block) {
     void* const caller = tsan_current();
     tsan_become(block.tsan_last);
     tsan_acquire(&block.tsan_end[launch_->number % 4]);
-    tsan_release(kernel_end(launch_->device, launch_->number));
+    tsan_release(launch_end(launch_->order, launch_->number));
     tsan_become(caller);
   }
   launch_->blocks_done.fetch_add(1, std::memory_order_relaxed);
@@ -351,6 +372,10 @@ CUDA_CPU_NO_TSAN Fiber& Runner::fiber_for_next_thread() {
       fiber->restart();
     }
     tsan_become(caller);
+  }
+  if (kTsan && fiber->named_after != launch_->order.number) {
+    fiber->named_after = launch_->order.number;
+    name_after(launch_->order, fiber->tsan_identity());
   }
   if (!kTsan) {
     (missing ? fibers_.push_back(fiber) : idle_fibers_.pop_back());
@@ -795,7 +820,11 @@ CUDA_CPU_NO_TSAN void Runner::report_deadlock() {
   if (parties.empty()) return;
   constexpr std::size_t kMost = 12;
   Message message = begin_message(*parties[0].first->block);
-  message.add("deadlock: ");
+  // Threads that look again and again at memory may wait for who cannot go on here.
+  const bool for_others = std::any_of(parties.begin(), parties.end(), [](const Party& party) {
+    return party.first->seen_at && ledger_others_may_write(party.first->seen_at);
+  });
+  message.add("%s", spinning_.head && for_others ? "it may be for others: " : "deadlock: ");
   for (std::size_t i = 0; i < std::min(kMost, parties.size()); ++i) {
     const Thread& first = *parties[i].first;
     message.add("%s", i == 0 ? "" : i == 1 ? ", but " : ", and ");
@@ -958,6 +987,7 @@ namespace {
 /// A launch, with what it needs when the call that asked for it has returned.
 struct Waiting {
   int device;
+  std::shared_ptr<StreamOrder> order;
   LaunchConfig config;
   KernelDescription description;
   unsigned cluster;
@@ -971,8 +1001,6 @@ BoundKernel with_own_arguments(const BoundKernel& kernel) {
   std::memcpy(copy, kernel.arguments, kernel.size);
   return {kernel.function, kernel.run, copy, kernel.size};
 }
-
-char ends[kMostDevices][4];
 
 /// All memory that kernels may write, as it is now, if it is `wanted`: a launch that is made twice
 /// finds the second time what it found the first time, also where it adds to something. (While
@@ -1007,13 +1035,12 @@ class MemoryCopy {
 };
 
 void run(const Waiting& waiting) {
-  static std::atomic<unsigned> launches[kMostDevices];
   static std::mutex turns[kMostDevices];  // of threads of the host
-  const std::lock_guard turn(turns[waiting.device]);
+  // One launch at a time is counted, so devices take turns, too, while none can wait for another.
+  const bool alone = keeps_ledger() && !device().concurrent;
+  const std::lock_guard turn(turns[alone ? 0 : waiting.device]);
   const LaunchConfig& config = waiting.config;
-  if (!config.early) {
-    for (char& end : ends[waiting.device]) tsan_acquire(&end);
-  }
+  StreamOrder& order = *waiting.order;
   WorkerPool& pool = WorkerPool::of(waiting.device);
   const dim3 grid = config.grid;
   const std::uint64_t blocks = std::uint64_t{grid.x} * grid.y * grid.z;
@@ -1025,8 +1052,13 @@ void run(const Waiting& waiting) {
   const MemoryCopy before(times == 2 && !device().concurrent);
   for (int i = 0; i < times && !device().broken; ++i) {
     if (i > 0) before.restore();
-    Launch launch{waiting.device, config,   waiting.kernel, waiting.description,       blocks,
-                  cluster,        capacity, workers,        launches[waiting.device]++};
+    // Not on the stack, where ThreadSanitizer would remember the launch before it.
+    std::unique_ptr<Launch> made(new Launch{waiting.device, order, config, waiting.kernel,
+                                            waiting.description, blocks, cluster, capacity, workers,
+                                            order.launches++});
+    Launch& launch = *made;
+    order_launch(order, config.early);
+    if (!device().concurrent) forget_fences();
     Progress progress(launch);
     ledger_starts(launch);
     if (Repeat repeat(launch); !repeat.done()) {
@@ -1047,6 +1079,8 @@ void run(const Waiting& waiting) {
     }
     ledger_ends(launch);
     if (launch.failed) device().broken = launch.error.load();
+    const Unwatched bookkeeping;
+    made.reset();
   }
   const Unwatched bookkeeping;
   std::free(const_cast<void*>(waiting.kernel.arguments));
@@ -1097,8 +1131,8 @@ void execute(const LaunchConfig& config, const BoundKernel& kernel) {
   error = result(in_graph.value_or(error));
   if (error != cudaSuccess) ledger_refused(why_launch_failed());
   if (error != cudaSuccess || in_graph) return;
-  const Waiting waiting = {current_device(), config, description, cluster,
-                           with_own_arguments(kernel)};
+  const Waiting waiting = {current_device(), order_of(config.stream),   config, description,
+                           cluster,          with_own_arguments(kernel)};
   if (device().concurrent) {
     std::lock_guard lock(queues().mutex);
     queues().of[waiting.device].push_back(waiting);
@@ -1107,9 +1141,7 @@ void execute(const LaunchConfig& config, const BoundKernel& kernel) {
   }
 }
 
-void* kernel_end(int device, unsigned number) { return &ends[device][number % 4]; }
-
-void finish_kernels() {
+void run_kept_kernels() {
   if (runner && runner->in_thread()) return;  // thrust in a kernel, which cannot wait for itself
   if (device().concurrent) {
     std::vector<Waiting> of[kMostDevices];
@@ -1126,14 +1158,17 @@ void finish_kernels() {
     }
     for (std::thread& thread : threads) thread.join();
   }
-  for (auto& device : ends) {
-    for (char& end : device) tsan_acquire(&end);
-  }
+}
+
+void finish_kernels() {
+  if (runner && runner->in_thread()) return;
+  run_kept_kernels();
+  host_waits_for_all();
 }
 
 void wait_for_previous_kernel() {
   const Launch& launch = runner->launch();
-  tsan_acquire(kernel_end(launch.device, launch.number - 1));
+  tsan_acquire(launch_end(launch.order, launch.number - 1));
 }
 
 unsigned long long nanoseconds() {

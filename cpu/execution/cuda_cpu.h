@@ -366,6 +366,25 @@ LaunchConfig launch_with_attributes(const cudaLaunchConfig_t& config, Site site)
 /// Whether the launch is not cooperative, or fits on the device.
 cudaError_t check_attributes(const cudaLaunchConfig_t& config);
 
+/// The same, and where the program makes it: the place of the call that the pointer is passed to.
+struct LaunchAt {
+  const cudaLaunchConfig_t* config;
+  Site site;
+
+  LaunchAt(const cudaLaunchConfig_t* config, Site site = Site::here())
+      : config(config), site(site) {}
+};
+/// How many blocks a function is to launch, and where it is called.
+struct BlocksAt {
+  dim3 blocks;
+  Site site;
+
+  template <class Blocks>
+  requires std::is_convertible_v<Blocks, dim3> BlocksAt(Blocks blocks, Site site = Site::here())
+      : blocks(blocks), site(site) {}
+  operator dim3() const { return blocks; }
+};
+
 /// Launches a kernel whose parameter k is what arguments[k] points to.
 using LaunchWithPointers = void (*)(const LaunchConfig& config, void** arguments);
 /// From now on the kernel can be launched by its address alone.
@@ -376,11 +395,11 @@ cudaError_t launch_known(const LaunchConfig& config, const void* kernel, void** 
 }  // namespace cuda_cpu
 
 template <class... Parameters, class... Arguments>
-cudaError_t cudaLaunchKernelEx(const cudaLaunchConfig_t* config, void (*kernel)(Parameters...),
+cudaError_t cudaLaunchKernelEx(cuda_cpu::LaunchAt launch, void (*kernel)(Parameters...),
                                Arguments&&... arguments) {
-  const cudaError_t error = cuda_cpu::check_attributes(*config);
+  const cudaError_t error = cuda_cpu::check_attributes(*launch.config);
   if (error != cudaSuccess) return error;
-  kernel->*cuda_cpu::launch_with_attributes(
-               *config, cuda_cpu::Site::here())(std::forward<Arguments>(arguments)...);
+  kernel->*cuda_cpu::launch_with_attributes(*launch.config,
+                                            launch.site)(std::forward<Arguments>(arguments)...);
   return cudaPeekAtLastError();
 }

@@ -21,6 +21,7 @@
 #include <type_traits>
 
 #include "cpu/execution/cuda_cpu.h"
+#include "cpu/execution/fences.h"
 #include "cpu/execution/sanitizers.h"
 #include "cpu/watch/counting.h"
 
@@ -46,14 +47,8 @@ inline void __syncwarp(unsigned mask = 0xFFFFFFFF, cuda_cpu::Site site = cuda_cp
   cuda_cpu::warp_meet(mask, nullptr, nullptr, "__syncwarp()", site);
 }
 
-/// Memory fences. Atomic operations order memory here by themselves, which is also what
-/// ThreadSanitizer goes by, as it does not know fences.
-inline void __threadfence() {
-#if !defined(CUDA_CPU_TSAN)
-  std::atomic_thread_fence(std::memory_order_seq_cst);
-#endif
-}
-inline void __threadfence_block() { __threadfence(); }
+inline void __threadfence() { cuda_cpu::order_fence(cuda_cpu::Scope::device); }
+inline void __threadfence_block() { cuda_cpu::order_fence(cuda_cpu::Scope::block); }
 inline void __threadfence_system() { __threadfence(); }
 
 // ---- Warp operations ---------------------------------------------------------------------------
@@ -246,20 +241,48 @@ unsigned long long bits_of(const T& value) {
   return bits;
 }
 
-/// Atomically replaces *address by update(*address); returns the old value.
+/// As CUDA has it, an atomic operation orders nothing; fences.h says what does. To the CPU it may
+/// as well, and without ThreadSanitizer nobody else looks.
+inline constexpr std::memory_order kRelaxed =
+    kTsan ? std::memory_order_relaxed : std::memory_order_seq_cst;
+
+/// An atomic operation that reads and writes: `operation` does it on a std::atomic_ref.
+template <class T, class Operation>
+T atomic_operation(T* address, Operation operation) {
+  const T old = [&] {
+    const OrderedWrite write(address);
+    return operation(std::atomic_ref<T>(*address));
+  }();
+  order_read(address, true);
+  return old;
+}
+
+/// Atomically replaces *address by update(*address); returns the old value. It orders nothing, with
+/// fences neither.
 template <class T, class Update>
-T atomic_update(T* address, Update update, std::memory_order order = std::memory_order_seq_cst) {
+T update_memory(T* address, Update update) {
   using Bits = std::conditional_t<sizeof(T) == 2, std::uint16_t,
                                   std::conditional_t<sizeof(T) == 4, std::uint32_t, std::uint64_t>>;
   static_assert(sizeof(Bits) == sizeof(T));
   count_atomic(address, sizeof(T));
   const Uncounted as_loads_and_stores;
   std::atomic_ref<Bits> memory(*reinterpret_cast<Bits*>(address));
-  Bits seen = memory.load(order);
+  Bits seen = memory.load(kRelaxed);
   while (!memory.compare_exchange_weak(seen, std::bit_cast<Bits>(update(std::bit_cast<T>(seen))),
-                                       order)) {
+                                       kRelaxed)) {
   }
   return std::bit_cast<T>(seen);
+}
+
+/// The same as an atomic operation of a thread.
+template <class T, class Update>
+T atomic_update(T* address, Update update) {
+  const T old = [&] {
+    const OrderedWrite write(address);
+    return update_memory(address, update);
+  }();
+  order_read(address, true);
+  return old;
 }
 
 }  // namespace cuda_cpu
@@ -268,18 +291,16 @@ T atomic_update(T* address, Update update, std::memory_order order = std::memory
 inline float4 atomicAdd(float4* address, float4 value);
 inline float2 atomicAdd(float2* address, float2 value);
 
-/// In CUDA this orders nothing. So it is here for a floating-point sum; whole numbers count who has
-/// come, together with __threadfence(), which ThreadSanitizer does not know: they order.
 template <class T>
 T atomicAdd(T* address, std::type_identity_t<T> value,
             cuda_cpu::Site site = cuda_cpu::Site::here()) {
   if constexpr (std::is_integral_v<T>) {
-    const T old = std::atomic_ref<T>(*address).fetch_add(value);
+    const T old = cuda_cpu::atomic_operation(
+        address, [&](auto memory) { return memory.fetch_add(value, cuda_cpu::kRelaxed); });
     if (value == 0) cuda_cpu::only_looked(address, cuda_cpu::bits_of(old), site);
     return old;
   } else {
-    return cuda_cpu::atomic_update(
-        address, [&](T old) -> T { return old + value; }, std::memory_order_relaxed);
+    return cuda_cpu::atomic_update(address, [&](T old) -> T { return old + value; });
   }
 }
 
@@ -297,7 +318,8 @@ inline float4 atomicAdd(float4* address, float4 value) {
 
 template <class T>
 T atomicSub(T* address, std::type_identity_t<T> value) {
-  return std::atomic_ref<T>(*address).fetch_sub(value);
+  return cuda_cpu::atomic_operation(
+      address, [&](auto memory) { return memory.fetch_sub(value, cuda_cpu::kRelaxed); });
 }
 
 template <class T>
@@ -322,28 +344,34 @@ T atomicMin(T* address, std::type_identity_t<T> value) {
 
 template <class T>
 T atomicAnd(T* address, std::type_identity_t<T> value) {
-  return std::atomic_ref<T>(*address).fetch_and(value);
+  return cuda_cpu::atomic_operation(
+      address, [&](auto memory) { return memory.fetch_and(value, cuda_cpu::kRelaxed); });
 }
 
 template <class T>
 T atomicOr(T* address, std::type_identity_t<T> value,
            cuda_cpu::Site site = cuda_cpu::Site::here()) {
-  const T old = std::atomic_ref<T>(*address).fetch_or(value);
+  const T old = cuda_cpu::atomic_operation(
+      address, [&](auto memory) { return memory.fetch_or(value, cuda_cpu::kRelaxed); });
   if (value == 0) cuda_cpu::only_looked(address, cuda_cpu::bits_of(old), site);
   return old;
 }
 
 template <class T>
 T atomicXor(T* address, std::type_identity_t<T> value) {
-  return std::atomic_ref<T>(*address).fetch_xor(value);
+  return cuda_cpu::atomic_operation(
+      address, [&](auto memory) { return memory.fetch_xor(value, cuda_cpu::kRelaxed); });
 }
 
 template <class T>
 T atomicCAS(T* address, std::type_identity_t<T> compare, std::type_identity_t<T> value,
             cuda_cpu::Site site = cuda_cpu::Site::here()) {
   static_assert(std::is_integral_v<T>, "atomicCAS compares integers");
-  T old = compare;
-  std::atomic_ref<T>(*address).compare_exchange_strong(old, value);
+  const T old = cuda_cpu::atomic_operation(address, [&](auto memory) {
+    T found = compare;
+    memory.compare_exchange_strong(found, value, cuda_cpu::kRelaxed);
+    return found;
+  });
   if (old != compare || value == compare) {
     cuda_cpu::only_looked(address, cuda_cpu::bits_of(old), site);
   }

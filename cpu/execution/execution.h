@@ -18,6 +18,7 @@ struct Block;
 struct Cluster;
 struct PhaseBarrier;
 struct HopperBlock;
+struct StreamOrder;
 struct DeleteHopperBlock {
   void operator()(HopperBlock* block) const;
 };
@@ -39,6 +40,7 @@ struct Launch {
   };
 
   int device;
+  StreamOrder& order;
   const LaunchConfig& config;
   const BoundKernel& kernel;
   KernelDescription description;
@@ -82,6 +84,9 @@ struct Thread {
   std::uint64_t seen;
   unsigned looks;
 
+  // No atomic write has followed its fence of block, or device, scope.
+  bool fresh_fence[2];
+
   // It has arrived at the cluster's barrier, and has not waited since.
   bool cluster_arrived;
   unsigned cluster_phase;
@@ -102,6 +107,7 @@ struct Thread {
     seen_at = nullptr;
     seen = 0;
     looks = 0;
+    fresh_fence[0] = fresh_fence[1] = false;
     cluster_arrived = false;
     cluster_phase = 0;
   }
@@ -204,7 +210,11 @@ struct Block {
   /// Of a kernel that uses Hopper's instructions.
   std::unique_ptr<HopperBlock, DeleteHopperBlock> hopper;
   char tsan_start;
-  char tsan_end[4];  ///< each thread's end, by launch
+  /// Of fences, and of what was read, by threads of the block: of block and of device scope. See
+  /// fences.h.
+  bool fenced[2], fresh_fence[2];
+  char tsan_fence[2][4], tsan_seen[4];  ///< by launch, see tsan_end
+  char tsan_end[4];                     ///< each thread's end, by launch
   /// Who hands on, for ThreadSanitizer, that all threads of the block have ended.
   void* tsan_last;
   /// Who the copy engine, reading and writing, and the tensor cores are for ThreadSanitizer.
@@ -281,6 +291,8 @@ class Runner {
   Thread& current() { return *current_; }
   /// Whether a CUDA thread runs, and not the worker itself.
   bool in_thread() const { return current_ != nullptr; }
+  /// ThreadSanitizer's identity of the worker, which knows what the host has done before the launch.
+  void* own_identity() const { return main_.tsan_identity(); }
   bool on_own_stack(const void* address) const { return running_->has_on_stack(address); }
   unsigned threads_in_block() const { return threads_in_block_; }
   void progressed();
@@ -328,6 +340,7 @@ class Runner {
   bool take_room();
   bool wait_for_room();
   Block& take_slot();
+  void forget_blocks();
   void abandon_threads();
   void run_thread();
   void thread_exited();
@@ -355,6 +368,8 @@ class Runner {
 
   const int worker_;
   Launch* launch_ = nullptr;
+  std::shared_ptr<StreamOrder> last_order_;  ///< of the launch before
+  unsigned last_waits_ = 0;                  ///< of the host, for all, when that one began
   unsigned threads_in_block_ = 0;
   std::uint64_t own_cluster_ = 0;
 
@@ -411,8 +426,5 @@ void thread_left_cluster(Runner& runner, Thread& thread);
 void reset_hopper(Block& block);
 /// More about what a thread waits for.
 void describe_wait(const Thread& thread, Message& message);
-
-/// ThreadSanitizer: what the end of launch `number` of a device hangs on.
-void* kernel_end(int device, unsigned number);
 
 }  // namespace cuda_cpu

@@ -51,6 +51,12 @@ constexpr std::size_t kStaggers = 12;
 /// The fiber that is being entered for the first time. Only valid during that switch.
 thread_local Fiber* entered = nullptr;
 
+/// ./try looks for the first words.
+[[noreturn]] void no_room() {
+  std::perror("cuda_cpu: no room for the stack of one more CUDA thread");
+  std::abort();
+}
+
 }  // namespace
 
 Fiber::Fiber() {
@@ -68,8 +74,7 @@ Fiber::Fiber(void (*entry)(), std::size_t number) : entry_(entry) {
   void* mapping = mmap(nullptr, kPage + kStackSize, PROT_READ | PROT_WRITE,
                        MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
   if (mapping == MAP_FAILED || mprotect(mapping, kPage, PROT_NONE) != 0) {
-    std::perror("cuda_cpu: no memory for the stack of a CUDA thread");
-    std::abort();
+    no_room();
   }
   mapping_ = static_cast<char*>(mapping);
   stack_ = mapping_ + kPage;
@@ -87,6 +92,7 @@ Fiber::~Fiber() {
 
 CUDA_CPU_NO_TSAN void Fiber::restart() {
   stale = false;
+  named_after = 0;
 #if defined(CUDA_CPU_TSAN)
   if (tsan_identity_) {
     __tsan_destroy_fiber(tsan_identity_);
@@ -95,8 +101,7 @@ CUDA_CPU_NO_TSAN void Fiber::restart() {
     constexpr std::size_t kUsed = 64 << 10;
     if (mmap(stack_ + kStackSize - kUsed, kUsed, PROT_READ | PROT_WRITE,
              MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE | MAP_FIXED, -1, 0) == MAP_FAILED) {
-      std::perror("cuda_cpu: no memory for the stack of a CUDA thread");
-      std::abort();
+      no_room();
     }
   }
   tsan_identity_ = __tsan_create_fiber(0);

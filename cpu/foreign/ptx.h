@@ -405,12 +405,14 @@ T load_ordered(T* address, std::memory_order order, Site site) {
   std::atomic_ref<Bits> at(*reinterpret_cast<Bits*>(address));
   look(address, at.load(std::memory_order_relaxed), site);
   const Bits value = at.load(order);
+  order_read(address, order == std::memory_order_acquire);
   saw(address, value);
   return as<T>(value);
 }
 template <class T>
 void store_ordered(T* address, T value, std::memory_order order) {
   using Bits = Unsigned<sizeof(T)>;
+  const OrderedWrite write(address, order == std::memory_order_release);
   std::atomic_ref<Bits>(*reinterpret_cast<Bits*>(address)).store(as<Bits>(value), order);
 }
 template <class T>
@@ -656,9 +658,7 @@ void reduce(void* to, const void* from, std::size_t bytes) {
   for (std::size_t i = 0; i < bytes / sizeof(T); ++i) {
     T value;
     std::memcpy(&value, static_cast<const T*>(from) + i, sizeof value);
-    atomic_update(
-        static_cast<T*>(to) + i, [&](T old) { return reduced<kWhat, T>(old, value); },
-        std::memory_order_relaxed);
+    update_memory(static_cast<T*>(to) + i, [&](T old) { return reduced<kWhat, T>(old, value); });
   }
 }
 /// ReductionOf of units.h. Floating-point numbers are added, and those of 16 bits have a least.

@@ -90,6 +90,18 @@ inline cudaError_t cudaStreamCreateWithPriority(cudaStream_t* stream, unsigned, 
   return cudaStreamCreate(stream);
 }
 
+namespace cuda_cpu {
+
+/// `error` is what a call of the program returned, which throws it away: unasked.py has put this
+/// around the call. If the call failed, that is mentioned at the end.
+void note_unasked(const char* call, cudaError_t error, Site site);
+inline cudaError_t unasked(const char* call, cudaError_t error, Site site = Site::here()) {
+  if (error != cudaSuccess && error != cudaErrorNotReady) note_unasked(call, error, site);
+  return error;
+}
+
+}  // namespace cuda_cpu
+
 // ---- Memory -------------------------------------------------------------------------------------
 
 template <class T>

@@ -8,6 +8,7 @@
 #include <optional>
 #include <vector>
 
+#include "cpu/runtime/stream_order.h"
 #include "cuda_runtime_api.h"
 
 namespace cuda_cpu {
@@ -50,6 +51,7 @@ std::optional<cudaError_t> wait_in_capture(cudaStream_t stream, cudaEvent_t even
 struct CUstream_st {
   unsigned flags = 0;
   cuda_cpu::Captured captured;
+  std::shared_ptr<cuda_cpu::StreamOrder> order;  ///< since its first use
 };
 
 struct CUevent_st {

@@ -13,6 +13,7 @@
 #include "cpu/runtime/capture.h"
 #include "cpu/runtime/device_state.h"
 #include "cpu/runtime/environment.h"
+#include "cpu/runtime/stream_order.h"
 #include "cpu/watch/ledger.h"
 #include "cpu/watch/memory_watch.h"
 #include "cuda.h"
@@ -141,8 +142,14 @@ cudaError_t allocate(void** pointer, std::size_t size, cudaMemoryType type, cons
   return result(cudaSuccess);
 }
 
-cudaError_t release(void* pointer, bool host) {
-  finish_kernels();
+/// Frees memory when all work has ended, or, with a stream, when that stream has come so far.
+cudaError_t release(void* pointer, bool host, const std::shared_ptr<StreamOrder>& order = nullptr,
+                    const void* place = nullptr) {
+  if (order) {
+    run_kept_kernels();
+  } else {
+    finish_kernels();
+  }
   if (!pointer) return result(cudaSuccess);
   std::size_t size = 0;
   cudaMemoryType type = cudaMemoryTypeHost;
@@ -159,7 +166,13 @@ cudaError_t release(void* pointer, bool host) {
     allocations.erase(found);
   }
   if (type == cudaMemoryTypeDevice) ledger_opens(pointer, size);
-  if (!ledger_freed(pointer, size)) std::free(pointer);
+  if (ledger_freed(pointer, size)) return result(cudaSuccess);
+  if (order) {
+    const StreamWork work(*order, place);
+    std::free(pointer);
+  } else {
+    std::free(pointer);
+  }
   return result(cudaSuccess);
 }
 
@@ -194,10 +207,23 @@ bool valid_side(const void* pointer, std::size_t extent, bool must_be_device, bo
   return extent <= region.bytes;
 }
 
-cudaError_t copy(void* target, std::size_t target_pitch, const void* source,
+/// Who asks for work, and for which stream. Null: for the legacy one, and the caller waits.
+struct Asked {
+  std::shared_ptr<StreamOrder> order;
+  const void* place;  ///< in the program
+
+  static Asked in(cudaStream_t stream, const void* place) { return {order_of(stream), place}; }
+  bool waits() const { return !order; }
+  StreamOrder& stream() {
+    if (!order) order = order_of(cudaStreamLegacy);
+    return *order;
+  }
+};
+
+cudaError_t copy(Asked asked, void* target, std::size_t target_pitch, const void* source,
                  std::size_t source_pitch, std::size_t width, std::size_t height,
                  cudaMemcpyKind kind) {
-  finish_kernels();
+  run_kept_kernels();
   if (device().broken) return result(device().broken);
   if (kind < cudaMemcpyHostToHost || kind > cudaMemcpyDefault) {
     return result(cudaErrorInvalidMemcpyDirection);
@@ -216,10 +242,18 @@ cudaError_t copy(void* target, std::size_t target_pitch, const void* source,
     return result(cudaErrorInvalidValue);
   }
   const OpenMemory open(target);
-  for (std::size_t row = 0; row < height; ++row) {
-    std::memmove(static_cast<char*>(target) + row * target_pitch,
-                 static_cast<const char*>(source) + row * source_pitch, width);
+  // Pages of the host that are not pinned are read, or written, before the call returns.
+  const bool host_reads = region_of(source).type == cudaMemoryTypeUnregistered;
+  const bool waits = asked.waits() || region_of(target).type == cudaMemoryTypeUnregistered;
+  StreamOrder& order = asked.stream();
+  {
+    StreamWork work(order, asked.place, waits);
+    for (std::size_t row = 0; row < height; ++row) {
+      work.copy(static_cast<char*>(target) + row * target_pitch,
+                static_cast<const char*>(source) + row * source_pitch, width, host_reads && !waits);
+    }
   }
+  if (waits) host_waits_for(order);
   return result(cudaSuccess);
 }
 
@@ -230,8 +264,8 @@ std::optional<cudaError_t> refused_in_capture() {
   return {};
 }
 
-cudaError_t fill(void* target, int value, std::size_t size) {
-  finish_kernels();
+cudaError_t fill(Asked asked, void* target, int value, std::size_t size) {
+  run_kept_kernels();
   if (device().broken) return result(device().broken);
   if (size == 0) return result(cudaSuccess);
   if (!valid_side(target, size, false, false) || !target ||
@@ -239,7 +273,14 @@ cudaError_t fill(void* target, int value, std::size_t size) {
     return result(cudaErrorInvalidValue);
   }
   const OpenMemory open(target);
-  std::memset(target, value, size);
+  // The host does not wait for a memset of the device's memory.
+  const bool waits = asked.waits() && region_of(target).type != cudaMemoryTypeDevice;
+  StreamOrder& order = asked.stream();
+  {
+    StreamWork work(order, asked.place, waits);
+    work.fill(target, value, size);
+  }
+  if (waits) host_waits_for(order);
   return result(cudaSuccess);
 }
 
@@ -509,7 +550,8 @@ cudaError_t cudaMallocAsync(void** pointer, std::size_t size, cudaStream_t strea
 
 cudaError_t cudaFreeAsync(void* pointer, cudaStream_t stream) {
   const auto captured = cuda_cpu::captured(stream, cudaGraphNodeTypeMemFree, {});
-  return captured ? result(*captured) : cudaFree(pointer);
+  if (captured) return result(*captured);
+  return cuda_cpu::release(pointer, false, cuda_cpu::order_of(stream), __builtin_return_address(0));
 }
 
 cudaError_t cudaMallocManaged(void** pointer, std::size_t size, unsigned) {
@@ -574,13 +616,15 @@ CUresult cuCtxGetId(CUcontext, unsigned long long* id) {
 
 cudaError_t cudaMemcpy(void* target, const void* source, std::size_t size, cudaMemcpyKind kind) {
   if (const auto refused = cuda_cpu::refused_in_capture()) return result(*refused);
-  return cuda_cpu::copy(target, 0, source, 0, size, 1, kind);
+  return cuda_cpu::copy({nullptr, __builtin_return_address(0)}, target, 0, source, 0, size, 1,
+                        kind);
 }
 
 cudaError_t cudaMemcpyAsync(void* target, const void* source, std::size_t size, cudaMemcpyKind kind,
                             cudaStream_t stream) {
-  const auto copy = [=](cudaStream_t) {
-    return cuda_cpu::copy(target, 0, source, 0, size, 1, kind);
+  const void* const place = __builtin_return_address(0);
+  const auto copy = [=](cudaStream_t in) {
+    return cuda_cpu::copy(cuda_cpu::Asked::in(in, place), target, 0, source, 0, size, 1, kind);
   };
   return cuda_cpu::in_order(stream, cudaGraphNodeTypeMemcpy, copy);
 }
@@ -593,35 +637,41 @@ cudaError_t cudaMemcpy2D(void* target, std::size_t target_pitch, const void* sou
                          std::size_t source_pitch, std::size_t width, std::size_t height,
                          cudaMemcpyKind kind) {
   if (const auto refused = cuda_cpu::refused_in_capture()) return result(*refused);
-  return cuda_cpu::copy(target, target_pitch, source, source_pitch, width, height, kind);
+  return cuda_cpu::copy({nullptr, __builtin_return_address(0)}, target, target_pitch, source,
+                        source_pitch, width, height, kind);
 }
 
 cudaError_t cudaMemcpy2DAsync(void* target, std::size_t target_pitch, const void* source,
                               std::size_t source_pitch, std::size_t width, std::size_t height,
                               cudaMemcpyKind kind, cudaStream_t stream) {
-  const auto copy = [=](cudaStream_t) {
-    return cuda_cpu::copy(target, target_pitch, source, source_pitch, width, height, kind);
+  const void* const place = __builtin_return_address(0);
+  const auto copy = [=](cudaStream_t in) {
+    return cuda_cpu::copy(cuda_cpu::Asked::in(in, place), target, target_pitch, source,
+                          source_pitch, width, height, kind);
   };
   return cuda_cpu::in_order(stream, cudaGraphNodeTypeMemcpy, copy);
 }
 
 cudaError_t cudaMemset(void* target, int value, std::size_t size) {
   if (const auto refused = cuda_cpu::refused_in_capture()) return result(*refused);
-  return cuda_cpu::fill(target, value, size);
+  return cuda_cpu::fill({nullptr, __builtin_return_address(0)}, target, value, size);
 }
 
 cudaError_t cudaMemsetAsync(void* target, int value, std::size_t size, cudaStream_t stream) {
-  const auto fill = [=](cudaStream_t) { return cuda_cpu::fill(target, value, size); };
+  const void* const place = __builtin_return_address(0);
+  const auto fill = [=](cudaStream_t in) {
+    return cuda_cpu::fill(cuda_cpu::Asked::in(in, place), target, value, size);
+  };
   return cuda_cpu::in_order(stream, cudaGraphNodeTypeMemset, fill);
 }
 
 cudaError_t cudaStreamCreate(cudaStream_t* stream) {
-  *stream = new CUstream_st;
-  return result(cudaSuccess);
+  return cudaStreamCreateWithFlags(stream, cudaStreamDefault);
 }
 
 cudaError_t cudaStreamCreateWithFlags(cudaStream_t* stream, unsigned flags) {
-  *stream = new CUstream_st{flags, {}};
+  *stream = new CUstream_st{flags, {}, {}};
+  ++device().streams;
   return result(cudaSuccess);
 }
 
@@ -636,17 +686,18 @@ cudaError_t cudaStreamDestroy(cudaStream_t stream) {
 
 cudaError_t cudaStreamSynchronize(cudaStream_t stream) {
   if (const cudaError_t error = cuda_cpu::forbidden_in_capture(stream)) return result(error);
-  cuda_cpu::finish_kernels();
+  cuda_cpu::run_kept_kernels();
+  cuda_cpu::host_waits_for(*cuda_cpu::order_of(stream));
   return result(cudaSuccess);
 }
 
-cudaError_t cudaStreamQuery(cudaStream_t stream) {
-  return result(cuda_cpu::forbidden_in_capture(stream));
-}
+cudaError_t cudaStreamQuery(cudaStream_t stream) { return cudaStreamSynchronize(stream); }
 
 cudaError_t cudaStreamWaitEvent(cudaStream_t stream, cudaEvent_t event, unsigned) {
   if (!event) return result(cudaErrorInvalidResourceHandle);
-  return result(cuda_cpu::wait_in_capture(stream, event).value_or(cudaSuccess));
+  if (const auto captured = cuda_cpu::wait_in_capture(stream, event)) return result(*captured);
+  cuda_cpu::order_after_event(*cuda_cpu::order_of(stream), event);
+  return result(cudaSuccess);
 }
 
 cudaError_t cudaEventCreate(cudaEvent_t* event) {
@@ -669,6 +720,7 @@ cudaError_t cudaEventRecord(cudaEvent_t event, cudaStream_t stream) {
   event->recorded = false;
   if (cuda_cpu::record_in_capture(event, stream)) return result(cudaSuccess);
   event->recorded = true;
+  cuda_cpu::order_event(event, *cuda_cpu::order_of(stream));
   event->time = std::chrono::steady_clock::now();
   return result(cudaSuccess);
 }
@@ -676,7 +728,8 @@ cudaError_t cudaEventRecord(cudaEvent_t event, cudaStream_t stream) {
 cudaError_t cudaEventSynchronize(cudaEvent_t event) {
   if (!event) return result(cudaErrorInvalidResourceHandle);
   if (event->captured.capture) return result(cudaErrorCapturedEvent);
-  cuda_cpu::finish_kernels();
+  cuda_cpu::run_kept_kernels();
+  cuda_cpu::host_waits_for_event(event);
   return result(cudaSuccess);
 }
 
@@ -686,6 +739,7 @@ cudaError_t cudaEventElapsedTime(float* milliseconds, cudaEvent_t start, cudaEve
   if (!start || !end || !start->recorded || !end->recorded) {
     return result(cudaErrorInvalidResourceHandle);
   }
+  cuda_cpu::host_waits_for_event(end);  // success says that it is over
   *milliseconds = std::chrono::duration<float, std::milli>(end->time - start->time).count();
   return result(cudaSuccess);
 }

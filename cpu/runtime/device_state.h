@@ -33,6 +33,7 @@ struct DeviceState {
   /// A kernel has failed: from now on every call returns this.
   std::atomic<cudaError_t> broken = cudaSuccess;
   std::atomic<unsigned long long> resets = 0;
+  std::atomic<unsigned> streams = 0;  ///< that the program has made
 
   /// Guards the members below.
   std::mutex mutex;
@@ -51,8 +52,10 @@ DeviceState& device();
 /// device turns every result into its error.
 cudaError_t result(cudaError_t error);
 
-/// Runs what launches have left to run. And for ThreadSanitizer: what the calling host thread does
-/// next comes after all kernels. A launch that starts early does without.
+/// Runs what launches have left to run.
+void run_kept_kernels();
+/// The same, and for ThreadSanitizer what the calling host thread does next comes after all work of
+/// all streams.
 void finish_kernels();
 
 }  // namespace cuda_cpu

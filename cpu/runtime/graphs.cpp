@@ -9,6 +9,7 @@
 #include "cpu/execution/cuda_cpu.h"
 #include "cpu/runtime/capture.h"
 #include "cpu/runtime/device_state.h"
+#include "cpu/runtime/stream_order.h"
 
 using cuda_cpu::Capture;
 using cuda_cpu::Captured;
@@ -129,9 +130,28 @@ cudaError_t steps_of(const CUgraph_st& graph, std::vector<CUgraphExec_st::Step>&
 
 // ---- What nodes do: nothing, if the parameters are not valid ------------------------------------
 
+/// Copies each layer of a box by copy_layer().
+template <class CopyLayer>
+cudaError_t copy_box(const cudaMemcpy3DParms& p, const CopyLayer& copy_layer) {
+  if (p.srcArray || p.dstArray) return result(cudaErrorNotSupported);
+  const auto start = [](const cudaPitchedPtr& memory, const cudaPos& position, std::size_t layer) {
+    return static_cast<char*>(memory.ptr) + position.x +
+           memory.pitch * (position.y + memory.ysize * (position.z + layer));
+  };
+  for (std::size_t layer = 0; layer < p.extent.depth; ++layer) {
+    const cudaError_t error = copy_layer(start(p.dstPtr, p.dstPos, layer), p.dstPtr.pitch,
+                                         start(p.srcPtr, p.srcPos, layer), p.srcPtr.pitch,
+                                         p.extent.width, p.extent.height, p.kind);
+    if (error != cudaSuccess) return error;
+  }
+  return result(cudaSuccess);
+}
+
 Work copy_work(const cudaMemcpy3DParms* parameters) {
   if (!parameters) return {};
-  return [copy = *parameters](cudaStream_t) { return cudaMemcpy3D(&copy); };
+  return [copy = *parameters](cudaStream_t stream) {
+    return copy_box(copy, [&](auto... layer) { return cudaMemcpy2DAsync(layer..., stream); });
+  };
 }
 
 Work copy_work(void* target, const void* source, std::size_t size, cudaMemcpyKind kind) {
@@ -157,9 +177,15 @@ Work fill_work(const cudaMemsetParams* parameters) {
 
 Work host_work(const cudaHostNodeParams* parameters) {
   if (!parameters || !parameters->fn) return {};
-  return [host = *parameters](cudaStream_t) {
-    finish_kernels();
-    if (!device().broken) host.fn(host.userData);
+  return [host = *parameters](cudaStream_t stream) {
+    run_kept_kernels();
+    const auto order = order_of(stream);
+    // What the host keeps is read in its own name.
+    const auto [function, data] = host;
+    if (!device().broken) {
+      const StreamWork work(*order, reinterpret_cast<const void*>(function));
+      function(data);
+    }
     return result(cudaSuccess);
   };
 }
@@ -403,7 +429,9 @@ cudaError_t cudaStreamAddCallback(cudaStream_t stream, cudaStreamCallback_t func
                                   unsigned flags) {
   if (!function || flags != 0) return result(cudaErrorInvalidValue);
   if (const cudaError_t error = cuda_cpu::forbidden_in_capture(stream)) return result(error);
-  cuda_cpu::finish_kernels();
+  cuda_cpu::run_kept_kernels();
+  const auto order = cuda_cpu::order_of(stream);
+  const cuda_cpu::StreamWork work(*order, __builtin_return_address(0));
   function(stream, cuda_cpu::device().broken, data);
   return result(cudaSuccess);
 }
@@ -412,19 +440,7 @@ cudaError_t cudaStreamAddCallback(cudaStream_t stream, cudaStreamCallback_t func
 
 cudaError_t cudaMemcpy3D(const cudaMemcpy3DParms* parameters) {
   if (!parameters) return result(cudaErrorInvalidValue);
-  const cudaMemcpy3DParms& p = *parameters;
-  if (p.srcArray || p.dstArray) return result(cudaErrorNotSupported);
-  const auto start = [](const cudaPitchedPtr& memory, const cudaPos& position, std::size_t layer) {
-    return static_cast<char*>(memory.ptr) + position.x +
-           memory.pitch * (position.y + memory.ysize * (position.z + layer));
-  };
-  for (std::size_t layer = 0; layer < p.extent.depth; ++layer) {
-    const cudaError_t error = cudaMemcpy2D(start(p.dstPtr, p.dstPos, layer), p.dstPtr.pitch,
-                                           start(p.srcPtr, p.srcPos, layer), p.srcPtr.pitch,
-                                           p.extent.width, p.extent.height, p.kind);
-    if (error != cudaSuccess) return error;
-  }
-  return result(cudaSuccess);
+  return cuda_cpu::copy_box(*parameters, [](auto... layer) { return cudaMemcpy2D(layer...); });
 }
 
 cudaError_t cudaMemcpy3DAsync(const cudaMemcpy3DParms* parameters, cudaStream_t stream) {

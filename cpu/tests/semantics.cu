@@ -577,6 +577,7 @@ __global__ void atomics(Atomics* a, half* h, __nv_bfloat162* b2) {
   }
   while (atomicCAS(&a->lock, 0, 1) != 0) __nanosleep(20);
   ++a->locked;
+  __threadfence();
   atomicExch(&a->lock, 0);
 }
 

@@ -1531,6 +1531,424 @@ def test_races_and_stray_accesses(tried):
     assert "No race" in right.stdout and "No stray access" in right.stdout and right.rc == 0, right.stdout
 
 
+# ---- Calls that fail, streams, fences, several devices -----------------------------------------------
+
+
+def kept(tmp_path_factory, name, text):
+    """A program in a folder of its own: it is built once, and its argument chooses what it does."""
+    path = tmp_path_factory.mktemp(name) / f"{name}.cu"
+    path.write_text(text)
+    return path
+
+
+ASKS = """#include <cstdio>
+#include <cstdlib>
+__global__ void wait(volatile int* flag) {
+  while (*flag == 0) {}
+}
+__global__ void set(int* flag) { *flag = 1; }
+int main(int, char** words) {
+  int *d, *pinned, host[200] = {};
+  cudaMalloc(&d, 400);
+  cudaMallocHost(&pinned, 400);
+  pinned[0] = 0;
+  cudaStream_t a;
+  switch (atoi(words[1])) {
+    case 0: cudaMemcpy(host, d, 800, cudaMemcpyDeviceToHost); break;
+    case 1: if (!host[0]) cudaMemcpy(host, d, 400, cudaMemcpyHostToDevice); break;
+    case 2: cudaFree(host); break;
+    case 3: for (int i = 0; i < 3; ++i) cudaSetDevice(7); break;
+    case 4: cudaFree(d); cudaFree(d); d = nullptr; break;
+    case 5:
+      wait<<<1, 32>>>(pinned);
+      *(volatile int*)pinned = 1;
+      break;
+    case 6:
+      cudaMemset(d, 0, 400);
+      cudaStreamCreate(&a);
+      wait<<<1, 32, 0, a>>>(d);
+      set<<<1, 1>>>(d);
+      cudaStreamDestroy(a);
+      break;
+    default: {
+      cudaPointerAttributes of;
+      cudaPointerGetAttributes(&of, host);
+      cudaDeviceEnablePeerAccess(0, 0);
+      (void)cudaFree(host);
+      if (cudaMemcpy(host, d, 800, cudaMemcpyDeviceToHost) != cudaSuccess) puts("as expected");
+      cudaSetDevice(7);
+      printf("%s\\n", cudaGetErrorString(cudaGetLastError()));
+      const cudaError_t error = host[0] ? cudaSuccess : cudaSetDevice(9);
+      return error == cudaSuccess;
+    }
+  }
+  cudaDeviceSynchronize();
+  cudaFree(d);
+  cudaFreeHost(pinned);
+}
+"""
+FAILED = "A call failed%s, and the program did not look at what it returned: %s.., at asks.cu:%d\n    asks.cu:%d: "
+
+
+@pytest.fixture(scope="module")
+def asks(tmp_path_factory):
+    return kept(tmp_path_factory, "asks", ASKS)
+
+
+@pytest.mark.parametrize("number, said", enumerate([
+    FAILED % ("", r"cudaMemcpy..: invalid argument .cudaErrorInvalidValu", 14, 14),
+    FAILED % ("", r"cudaMemcpy..: invalid argument .cudaErrorInvalidValu", 15, 15),
+    FAILED % ("", r"cudaFree..: invalid argument .cudaErrorInvalidValu", 16, 16),
+    FAILED % (" .3 times.", r"cudaSetDevice..: invalid device ordinal .cudaErrorInvalidDevic", 17, 17),
+    FAILED % ("", r"cudaFree..: invalid argument .cudaErrorInvalidValu", 18, 18),
+    "Not known: whether these threads would go on. The host, or a kernel in another stream, may write .*\n.*in line 4",
+    "Not known: whether these threads would go on. The host, or a kernel in another stream, may write .*\n.*in line 4",
+]))
+def test_calls_that_fail_and_waits_for_others(asks, number, said):
+    """What is thrown away although it failed is mentioned; and who waits for the host is in no deadlock."""
+    result = execute([TRY, asks, "--quick", "--", number], timeout=300)
+    assert result.rc == 1
+    assert re.search(said, result.stdout), result.stdout + result.stderr
+    assert "A deadlock" not in result.stdout
+
+
+def test_calls_that_may_fail(asks):
+    """A call whose result is looked at, or cast to void, and one that only asks."""
+    result = execute([TRY, asks, "--quick", "--", 99], timeout=300)
+    assert result.rc == 0, result.stdout
+    assert "A call failed" not in result.stdout
+
+
+STREAMS = """#include <cstdio>
+#include <cstdlib>
+constexpr int n = 64;
+__global__ void set(float* x, float value) { x[threadIdx.x] = value; }
+__global__ void add(const float* x, float* y) { y[threadIdx.x] += x[threadIdx.x]; }
+__global__ void nothing() {}
+
+int main(int, char** words) {
+  cudaStream_t a, b;
+  cudaStreamCreate(&a);
+  cudaStreamCreateWithFlags(&b, cudaStreamNonBlocking);
+  cudaEvent_t event;
+  cudaEventCreate(&event);
+  float *x, *y, *pinned, *managed;
+  cudaMalloc(&x, n * sizeof(float));
+  cudaMalloc(&y, n * sizeof(float));
+  cudaMallocHost(&pinned, n * sizeof(float));
+  cudaMallocManaged(&managed, n * sizeof(float));
+  float pageable[n] = {};
+  float sum = 0;
+  switch (atoi(words[1])) {
+    case 0:  // two kernels in two streams
+      set<<<1, n, 0, a>>>(x, 1);
+      add<<<1, n, 0, b>>>(x, y);
+      break;
+    case 1:  // a memset beside a kernel
+      set<<<1, n, 0, b>>>(x, 1);
+      cudaMemset(x, 0, n * sizeof(float));
+      break;
+    case 2:  // the host reads a pinned buffer
+      set<<<1, n, 0, a>>>(x, 1);
+      cudaMemcpyAsync(pinned, x, n * sizeof(float), cudaMemcpyDeviceToHost, a);
+      sum = pinned[3];
+      break;
+    case 3:  // the host reads managed memory
+      set<<<1, n>>>(managed, 1);
+      sum = managed[3];
+      break;
+    case 4:  // two copies
+      cudaMemcpyAsync(x, pinned, n * sizeof(float), cudaMemcpyHostToDevice, a);
+      cudaMemcpyAsync(y, x, n * sizeof(float), cudaMemcpyDeviceToDevice, b);
+      break;
+    case 5:  // the host writes what a copy still reads
+      cudaMemcpyAsync(x, pinned, n * sizeof(float), cudaMemcpyHostToDevice, a);
+      pinned[5] = 2;
+      break;
+    case 6:  // waits for the wrong stream
+      set<<<1, n, 0, a>>>(managed, 1);
+      nothing<<<1, 1, 0, b>>>();
+      cudaStreamSynchronize(b);
+      sum = managed[0];
+      break;
+    case 7:  // an event that is recorded too soon
+      cudaEventRecord(event, a);
+      set<<<1, n, 0, a>>>(x, 1);
+      cudaStreamWaitEvent(b, event, 0);
+      add<<<1, n, 0, b>>>(x, y);
+      break;
+    case 8:  // freed while another stream uses it
+      set<<<1, n, 0, a>>>(x, 1);
+      cudaFreeAsync(x, b);
+      x = nullptr;
+      break;
+    case 9:  // many launches in between
+      set<<<1, n, 0, a>>>(x, 1);
+      for (int i = 0; i < 5; ++i) nothing<<<1, n, 0, a>>>(), nothing<<<1, n, 0, b>>>();
+      add<<<1, n, 0, b>>>(x, y);
+      break;
+    default:  // all of it, ordered
+      for (int i = 0; i < 6; ++i) {
+        set<<<1, n, 0, a>>>(x, 1);
+        cudaEventRecord(event, a);
+        cudaStreamWaitEvent(b, event, 0);
+        add<<<1, n, 0, b>>>(x, y);
+        cudaMemcpyAsync(pinned, y, n * sizeof(float), cudaMemcpyDeviceToHost, b);
+        cudaStreamSynchronize(b);
+        sum += pinned[3];
+        set<<<1, n, 0, a>>>(managed, 1);
+        nothing<<<1, 1>>>();
+        cudaMemcpy(x, managed, n * sizeof(float), cudaMemcpyDefault);
+        sum += managed[1];
+        pageable[1] = 3;
+        cudaMemcpyAsync(x, pageable, n * sizeof(float), cudaMemcpyHostToDevice, b);
+        pageable[1] = 4;
+        cudaEventRecord(event, b);
+        cudaMemcpyAsync(pageable, x, n * sizeof(float), cudaMemcpyDeviceToHost, b);
+        sum += pageable[2];
+        cudaEventSynchronize(event);
+        set<<<1, n>>>(x, 0);
+        set<<<1, n, 0, a>>>(x, 1);
+        cudaMemset(x, 1, n * sizeof(float));
+        cudaDeviceSynchronize();
+        cudaMemsetAsync(x, 0, n * sizeof(float), b);
+        cudaFreeAsync(x, b);
+        cudaMallocAsync((void**)&x, n * sizeof(float), a);
+        cudaLaunchHostFunc(a, [](void* to) { *(float*)to = 5; }, managed);
+        set<<<1, n, 0, a>>>(managed, 1);
+        cudaStreamSynchronize(a);
+        managed[1] = 2;
+      }
+  }
+  cudaDeviceSynchronize();
+  cudaFree(x);
+  cudaFree(y);
+  cudaFree(managed);
+  cudaFreeHost(pinned);
+  printf("%g\\n", sum);
+}
+"""
+BETWEEN = "They are in two streams. An event"
+OF_HOST = "One of them is the host's. It has to wait"
+
+
+@pytest.fixture(scope="module")
+def streams(tmp_path_factory):
+    return kept(tmp_path_factory, "streams", STREAMS)
+
+
+@pytest.mark.parametrize("number, words", enumerate([
+    BETWEEN, BETWEEN, OF_HOST, OF_HOST, BETWEEN, OF_HOST, OF_HOST, BETWEEN, BETWEEN, BETWEEN]))
+@pytest.mark.extensive
+def test_streams_that_nothing_orders(streams, number, words):
+    result = execute([TRY, streams, "--race", "--", number], timeout=300)
+    assert result.rc == 1
+    assert "A race: the same memory is used twice" in result.stdout, result.stdout + result.stderr
+    assert words in result.stdout, result.stdout
+
+
+@pytest.mark.extensive
+def test_streams_in_order(streams):
+    result = execute([TRY, streams, "--race", "--", 99], timeout=300)
+    assert result.rc == 0, result.stdout + result.stderr
+    assert re.search("No race: .*\n    Not looked at: the order of the nodes of a graph", result.stdout), result.stdout
+
+
+FENCES = """#include <cuda/atomic>
+#include <cstdio>
+#include <cstdlib>
+// Each block leaves a number, and the last one adds them.
+template <int kKind>
+__global__ void last_adds(int* parts, unsigned* arrived, int* sum) {
+  __shared__ bool last;
+  if (threadIdx.x == 0) {
+    parts[blockIdx.x] = 1;
+    if (kKind == 1) __threadfence_block();
+    if (kKind == 2) __threadfence();
+    last = atomicAdd(arrived, 1) == gridDim.x - 1;
+  }
+  __syncthreads();
+  if (last && threadIdx.x == 0) {
+    int all = 0;
+    for (int i = 0; i < gridDim.x; ++i) all += parts[i];
+    *sum = all;
+  }
+}
+// Block 1 waits for a number of block 0.
+template <int kKind>
+__global__ void flag(int* data, volatile int* ready, int* sum) {
+  if (blockIdx.x == 0) {
+    data[0] = 5;
+    if (kKind != 1) __threadfence();
+    if (kKind == 3) data[0] = 6;
+    *ready = 1;
+  } else {
+    while (*ready == 0) {
+    }
+    if (kKind != 2) __threadfence();
+    *sum = data[0];
+  }
+}
+// The same with libcu++, and a fence in the wrong scope or order.
+template <cuda::thread_scope kScope, bool kMixed>
+__global__ void reference(int* data, int* ready, int* sum) {
+  cuda::atomic_ref<int, kScope> at(*ready);
+  if (blockIdx.x == 0) {
+    data[0] = 5;
+    at.store(1, cuda::memory_order_release);
+  } else if (kMixed) {
+    while (at.load(cuda::memory_order_relaxed) == 0) {
+    }
+    __threadfence();
+    *sum = data[0];
+  } else {
+    while (at.load(cuda::memory_order_acquire) == 0) {
+    }
+    *sum = data[0];
+  }
+}
+__global__ void lock(int* mutex, int* sum) {
+  for (bool done = false; !done;) {
+    if (atomicCAS(mutex, 0, 1) == 0) {
+      __threadfence();
+      *sum += 1;
+      __threadfence();
+      atomicExch(mutex, 0);
+      done = true;
+    }
+  }
+}
+__global__ void fence_and_barrier(int* parts, unsigned* arrived, int* sum) {
+  parts[blockIdx.x * blockDim.x + threadIdx.x] = 1;
+  __threadfence();
+  __syncthreads();
+  __shared__ bool last;
+  if (threadIdx.x == 0) last = atomicAdd(arrived, 1) == gridDim.x - 1;
+  __syncthreads();
+  if (last) atomicAdd(sum, parts[(gridDim.x - 1 - blockIdx.x) * blockDim.x + threadIdx.x]);
+}
+int main(int, char** words) {
+  int* d;
+  cudaMalloc(&d, 4096);
+  cudaMemset(d, 0, 4096);
+  int *data = d, *ready = d + 512, *sum = d + 600;
+  unsigned* arrived = (unsigned*)d + 700;
+  switch (atoi(words[1])) {
+    case 0: last_adds<0><<<4, 32>>>(data, arrived, sum); break;
+    case 1: last_adds<1><<<4, 32>>>(data, arrived, sum); break;
+    case 2: flag<1><<<2, 1>>>(data, ready, sum); break;
+    case 3: flag<2><<<2, 1>>>(data, ready, sum); break;
+    case 4: flag<2><<<2, 1>>>(data, ready, sum); break;
+    case 5: reference<cuda::thread_scope_block, false><<<2, 1>>>(data, ready, sum); break;
+    default:
+      last_adds<2><<<4, 32>>>(data, arrived, sum);
+      cudaMemset(d, 0, 4096);
+      flag<0><<<2, 1>>>(data, ready, sum);
+      cudaMemset(d, 0, 4096);
+      reference<cuda::thread_scope_device, false><<<2, 1>>>(data, ready, sum);
+      cudaMemset(d, 0, 4096);
+      reference<cuda::thread_scope_device, true><<<2, 1>>>(data, ready, sum);
+      cudaMemset(d, 0, 4096);
+      lock<<<4, 32>>>(ready, sum);
+      cudaMemset(d, 0, 4096);
+      fence_and_barrier<<<4, 32>>>(data, arrived, sum);
+  }
+  int result;
+  cudaMemcpy(&result, sum, 4, cudaMemcpyDeviceToHost);
+  cudaFree(d);
+  printf("%d\\n", result);
+}
+"""
+
+
+@pytest.fixture(scope="module")
+def fences(tmp_path_factory):
+    return kept(tmp_path_factory, "fences", FENCES)
+
+
+@pytest.mark.parametrize("number", range(6))
+@pytest.mark.extensive
+def test_fences_that_are_missing(fences, number):
+    """No fence, one of a block in place of the device's, one on one side only, a scope that is too small."""
+    result = execute([TRY, fences, "--race", "--", number], timeout=300)
+    assert result.rc == 1
+    assert "A race: the same memory is used twice" in result.stdout, result.stdout + result.stderr
+
+
+@pytest.mark.extensive
+def test_fences_that_are_there(fences):
+    result = execute([TRY, fences, "--race", "--", 99], timeout=300)
+    assert result.rc == 0, result.stdout + result.stderr
+    assert "No race" in result.stdout
+
+
+@pytest.mark.parametrize("launch", ["primitives::launch_early(endless, 1, 1, 0)", "cudaLaunchKernelEx(&config, endless)"])
+def test_the_line_of_a_launch(tried, launch):
+    """It is the line of the call, also where a function of a header launches the kernel."""
+    result = tried(f"""#include "primitives/early_launch.cuh"
+__global__ void endless() {{ while (clock64()) {{}} }}
+int main() {{
+  cudaLaunchConfig_t config = {{}};
+  config.gridDim = config.blockDim = 1;
+  {launch};
+  cudaDeviceSynchronize();
+}}
+""", options=("--quick", "--seconds", "1", "-I", str(ROOT)))
+    assert "kernel endless, launched at program.cu:6, had finished 0 of its 1 blocks" in result.stdout, result.stdout
+
+
+def test_a_host_thread_for_each_device(tried):
+    """Each launches kernels at the same time as the others, and all of these are counted."""
+    result = tried(\"\"\"#include <cstdio>
+#include <thread>
+#include <vector>
+__global__ void add(float* x, int n) {
+  for (int i = threadIdx.x; i < n; i += blockDim.x) x[i] += 1;
+}
+int main() {
+  std::vector<std::thread> all;
+  float results[4];
+  for (int device = 0; device < 4; ++device)
+    all.emplace_back([device, &results] {
+      cudaSetDevice(device);
+      float* x;
+      cudaMalloc(&x, 4000);
+      cudaMemset(x, 0, 4000);
+      for (int i = 0; i < 50; ++i) add<<<1, 64>>>(x, 1000 - i % 2);
+      cudaMemcpy(&results[device], x, 4, cudaMemcpyDeviceToHost);
+      cudaFree(x);
+    });
+  for (auto& each : all) each.join();
+  for (float each : results) printf("%g ", each);
+}
+\"\"\")
+    assert result.rc == 0, result.stdout + result.stderr
+    assert "50 50 50 50" in result.stdout
+    assert re.search(r"^add +1 +64 +200 +6400 ", result.stdout, re.MULTILINE), result.stdout
+
+
+@pytest.mark.extensive
+def test_more_threads_than_a_sanitizer_has_room_for(tried):
+    result = tried(\"\"\"#include <cooperative_groups.h>
+__global__ void both(int* x) {
+  const int i = blockIdx.x * blockDim.x + threadIdx.x, n = gridDim.x * blockDim.x;
+  x[i] = i;
+  cooperative_groups::this_grid().sync();
+  x[n + i] = x[n - 1 - i];
+}
+int main() {
+  int* x;
+  cudaMalloc(&x, 8192 * 8);
+  void* arguments[] = {&x};
+  cudaLaunchCooperativeKernel((void*)both, dim3(8), dim3(1024), arguments, 0, 0);
+  cudaDeviceSynchronize();
+  cudaFree(x);
+}
+\"\"\", options=("--race",))
+    assert "Not known: whether there is a race. So many threads wait for each other" in result.stdout, result.stdout
+    assert "crashed" not in result.stdout and result.rc == 0
+
+
 def test_nothing_is_left_in_the_repository(tried):
     if not shutil.which("git"):
         pytest.skip("there is no git")

@@ -14,6 +14,7 @@
 #include <vector>
 
 #include "cpu/execution/execution.h"
+#include "cpu/execution/fences.h"
 #include "cpu/execution/sanitizers.h"
 #include "cpu/runtime/device_state.h"
 #include "cpu/watch/ledger.h"
@@ -686,8 +687,11 @@ namespace {
 /// A load of a volatile variable, behind which other threads may go on.
 CUDA_CPU_NO_TSAN void volatile_load(const void* address, std::size_t bytes, const void* code) {
   if (!runner || !runner->in_thread() || bytes > 8) return;
-  unsigned long long value = 0;
-  __builtin_memcpy(&value, address, bytes);
+  // memcpy() would be an access of its own for ThreadSanitizer.
+  const unsigned long long value = bytes == 1   ? *static_cast<const std::uint8_t*>(address)
+                                   : bytes == 2 ? *static_cast<const std::uint16_t*>(address)
+                                   : bytes == 4 ? *static_cast<const std::uint32_t*>(address)
+                                                : *static_cast<const std::uint64_t*>(address);
   if (!looks_for_long(address, value)) return;
   Site site = {"", 0, ""};
   if (!kSanitized) {  // the ordinary build comes first, and knows the line
@@ -716,17 +720,78 @@ CUDA_CPU_NO_TSAN void volatile_load(const void* address, std::size_t bytes, cons
 #if defined(CUDA_CPU_TSAN)
 
 extern "C" {
+void __tsan_func_entry(void* place);
+void __tsan_func_exit();
+std::uint8_t __tsan_atomic8_fetch_add(volatile std::uint8_t*, std::uint8_t, int order);
+std::uint16_t __tsan_atomic16_fetch_add(volatile std::uint16_t*, std::uint16_t, int order);
+std::uint32_t __tsan_atomic32_fetch_add(volatile std::uint32_t*, std::uint32_t, int order);
+std::uint64_t __tsan_atomic64_fetch_add(volatile std::uint64_t*, std::uint64_t, int order);
+std::uint8_t __tsan_atomic8_load(const volatile std::uint8_t*, int order);
+std::uint16_t __tsan_atomic16_load(const volatile std::uint16_t*, int order);
+std::uint32_t __tsan_atomic32_load(const volatile std::uint32_t*, int order);
+std::uint64_t __tsan_atomic64_load(const volatile std::uint64_t*, int order);
+}
+
+namespace cuda_cpu {
+namespace {
+
+/// Whether a volatile variable is in memory that several blocks may use. PTX takes an access to it
+/// for a relaxed one, which is no race. In shared memory, too: but there old programs leave out
+/// __syncwarp(), which has to be found.
+CUDA_CPU_NO_TSAN bool is_relaxed(const void* address, std::size_t bytes) {
+  if (bytes > 8 || reinterpret_cast<std::uintptr_t>(address) % bytes != 0) return false;
+  return !runner || !runner->in_thread() || !(runner->on_own_stack(address) || is_shared(address));
+}
+
+/// Tells ThreadSanitizer of an atomic access. The write itself is made later, by the program: here
+/// the value that is there is written once more.
+template <std::size_t kBytes>
+CUDA_CPU_NO_TSAN void relaxed_access(void* address, bool write, void* place) {
+  __tsan_func_entry(place);
+#define CUDA_CPU_RELAXED(BITS)                                                \
+  if constexpr (kBytes == BITS / 8) {                                         \
+    auto* const memory = static_cast<volatile std::uint##BITS##_t*>(address); \
+    if (write) {                                                              \
+      __tsan_atomic##BITS##_fetch_add(memory, 0, __ATOMIC_RELAXED);           \
+    } else {                                                                  \
+      __tsan_atomic##BITS##_load(memory, __ATOMIC_RELAXED);                   \
+    }                                                                         \
+  }
+  CUDA_CPU_RELAXED(8)
+  CUDA_CPU_RELAXED(16)
+  CUDA_CPU_RELAXED(32)
+  CUDA_CPU_RELAXED(64)
+#undef CUDA_CPU_RELAXED
+  __tsan_func_exit();
+}
+
+}  // namespace
+}  // namespace cuda_cpu
+
+extern "C" {
 #define CUDA_CPU_VOLATILE(SIZE)                                           \
   void __tsan_read##SIZE##_pc(void*, void*);                              \
   void __tsan_write##SIZE##_pc(void*, void*);                             \
   CUDA_CPU_NO_TSAN void __tsan_volatile_read##SIZE(void* address) {       \
-    __tsan_read##SIZE##_pc(address, __builtin_return_address(0));         \
-    cuda_cpu::volatile_load(address, SIZE, __builtin_return_address(0));  \
+    void* const place = __builtin_return_address(0);                      \
+    if (cuda_cpu::is_relaxed(address, SIZE)) {                            \
+      cuda_cpu::relaxed_access<SIZE>(address, false, place);              \
+    } else {                                                              \
+      __tsan_read##SIZE##_pc(address, place);                             \
+    }                                                                     \
+    cuda_cpu::volatile_load(address, SIZE, place);                        \
     cuda_cpu::step(address);                                              \
+    cuda_cpu::order_read(address, false);                                 \
   }                                                                       \
   CUDA_CPU_NO_TSAN void __tsan_volatile_write##SIZE(void* address) {      \
+    void* const place = __builtin_return_address(0);                      \
     cuda_cpu::step(address);                                              \
-    __tsan_write##SIZE##_pc(address, __builtin_return_address(0));        \
+    const cuda_cpu::OrderedWrite write(address);                          \
+    if (cuda_cpu::is_relaxed(address, SIZE)) {                            \
+      cuda_cpu::relaxed_access<SIZE>(address, true, place);               \
+    } else {                                                              \
+      __tsan_write##SIZE##_pc(address, place);                            \
+    }                                                                     \
   }                                                                       \
   CUDA_CPU_NO_TSAN void __tsan_unaligned_volatile_read##SIZE(void* at) {  \
     __tsan_volatile_read##SIZE(at);                                       \

@@ -60,19 +60,25 @@ struct Kept {
   std::size_t size;
 };
 
+/// The launch that a device runs.
+struct Running {
+  Kernel* kernel = nullptr;
+  const Launch* launch = nullptr;
+  bool counts = false;
+  std::chrono::steady_clock::time_point start;
+};
+
 struct Ledger {
   std::mutex mutex;
   std::deque<Kernel> kernels;
-  Kernel* current = nullptr;
-  const Launch* launch = nullptr;
+  Running running[kMostDevices];     ///< by device: each may run a launch of its own
   std::vector<std::string> refused;  ///< since the program has last asked
+  std::vector<std::string> unasked;  ///< calls that failed, of the same time
   std::FILE* file = nullptr;
   std::deque<Kept> kept;
   std::size_t kept_bytes = 0;
   bool ended = false;
-  bool counts = false;  ///< the launch in progress
-  double seconds = 0;   ///< that all kernels were counted for
-  std::chrono::steady_clock::time_point start;
+  double seconds = 0;  ///< that all kernels were counted for
   std::vector<pthread_t> workers;
   std::set<std::pair<std::string, int>>
       left_out;  ///< the barriers that ledger_left_out() has noted
@@ -143,7 +149,10 @@ std::string ask_where() {
 void write_kernels() {
   Ledger& all = ledger();
   for (const Kernel& kernel : all.kernels) {
-    const long launched = kernel.launches - (&kernel == all.current);
+    const long launched =
+        kernel.launches -
+        std::count_if(std::begin(all.running), std::end(all.running),
+                      [&](const Running& each) { return each.kernel == &kernel; });
     if (launched == 0) continue;
     const Counts counts = kernel.tally.counts();
     const auto of_all = [&](std::int64_t counted) {
@@ -177,6 +186,7 @@ void write_ledger() {
   all.ended = true;
   if (!kSanitized) write_kernels();
   for (const std::string& why : all.refused) say("refused", why);
+  for (const std::string& call : all.unasked) say("unasked", call);
   std::map<std::string, std::pair<long, std::size_t>> leaks;
   {
     std::lock_guard lock(device().mutex);
@@ -203,11 +213,14 @@ void watch_the_time(int seconds) {
     std::lock_guard lock(all.mutex);
     if (all.ended) return;
     std::string text = "no kernel was running";
-    if (all.current) {
-      text = "kernel " + all.current->name + ", launched at " + all.current->site.file + ":" +
-             std::to_string(all.current->site.line) + ", had finished " +
-             std::to_string(all.launch->blocks_done.load()) + " of its " +
-             std::to_string(all.launch->blocks) + " blocks" + ask_where();
+    const auto running = std::find_if(std::begin(all.running), std::end(all.running),
+                                      [](const Running& each) { return each.kernel; });
+    if (running != std::end(all.running)) {
+      const Kernel& kernel = *running->kernel;
+      text = "kernel " + kernel.name + ", launched at " + kernel.site.file + ":" +
+             std::to_string(kernel.site.line) + ", had finished " +
+             std::to_string(running->launch->blocks_done.load()) + " of its " +
+             std::to_string(running->launch->blocks) + " blocks" + ask_where();
     }
     say("time", text);
     if (!kSanitized) write_kernels();
@@ -338,46 +351,48 @@ void ledger_starts(Launch& launch) {
                                          config.grid.z, config.block.x, config.block.y,
                                          config.block.z, config.site.line);
       });
+  Running& running = all.running[launch.device];
   if (found != all.kernels.end()) {
-    all.current = &*found;
+    running.kernel = &*found;
   } else {
-    all.current = &all.kernels.emplace_back();
-    all.current->name = launch.description.name;
-    all.current->grid = config.grid;
-    all.current->block = config.block;
-    all.current->site = config.site;
+    running.kernel = &all.kernels.emplace_back();
+    running.kernel->name = launch.description.name;
+    running.kernel->grid = config.grid;
+    running.kernel->block = config.block;
+    running.kernel->site = config.site;
   }
-  ++all.current->launches;
-  all.launch = &launch;
+  ++running.kernel->launches;
+  running.launch = &launch;
   const double most = all.seconds < 3 * most_seconds() ? most_seconds() : most_seconds() / 10;
-  all.counts = !kSanitized && !device().concurrent && all.current->seconds < most;
-  if (!all.counts) return;
-  all.start = std::chrono::steady_clock::now();
-  all.current->tally.start(most - all.current->seconds);
+  running.counts = !kSanitized && !device().concurrent && running.kernel->seconds < most;
+  if (!running.counts) return;
+  running.start = std::chrono::steady_clock::now();
+  running.kernel->tally.start(most - running.kernel->seconds);
 }
 
 void ledger_ends(Launch& launch) {
   if (!keeps_ledger()) return;
   Ledger& all = ledger();
   std::lock_guard lock(all.mutex);
-  if (all.counts) {
-    const auto left_out = static_cast<double>(all.current->tally.stop());
-    all.current->counted += 1 - left_out / static_cast<double>(launch.blocks);
+  Running& running = all.running[launch.device];
+  if (running.counts) {
+    Kernel& kernel = *running.kernel;
+    const auto left_out = static_cast<double>(kernel.tally.stop());
+    kernel.counted += 1 - left_out / static_cast<double>(launch.blocks);
     const double seconds = std::min(
         most_seconds(),
-        std::chrono::duration<double>(std::chrono::steady_clock::now() - all.start).count());
-    all.current->seconds += seconds;
+        std::chrono::duration<double>(std::chrono::steady_clock::now() - running.start).count());
+    kernel.seconds += seconds;
     all.seconds += seconds;
   }
-  all.current = nullptr;
-  all.launch = nullptr;
+  running = {};
 }
 
-bool ledger_counts() { return ledger().counts; }
+bool ledger_counts(const Launch& launch) { return ledger().running[launch.device].counts; }
 
-void ledger_repeated() {
+void ledger_repeated(const Launch& launch) {
   std::lock_guard lock(ledger().mutex);
-  ++ledger().current->repeats;
+  ++ledger().running[launch.device].kernel->repeats;
 }
 
 void ledger_worker() {
@@ -393,11 +408,16 @@ std::string ledger_place() {
 }
 
 void ledger_refused(const char* why) {
-  if (keeps_ledger()) ledger().refused.push_back(why);
+  if (!keeps_ledger()) return;
+  std::lock_guard lock(ledger().mutex);
+  ledger().refused.push_back(why);
 }
 
 void ledger_asked() {
-  if (keeps_ledger()) ledger().refused.clear();
+  if (!keeps_ledger()) return;
+  std::lock_guard lock(ledger().mutex);
+  ledger().refused.clear();
+  ledger().unasked.clear();
 }
 
 void ledger_called(const char* kernel) {
@@ -412,6 +432,15 @@ void ledger_called(const char* kernel) {
 
 void ledger_aborts() {
   if (keeps_ledger()) write_ledger();
+}
+
+void note_unasked(const char* call, cudaError_t error, Site site) {
+  // What follows a kernel's failure is its failure.
+  if (!keeps_ledger() || device().broken) return;
+  std::lock_guard lock(ledger().mutex);
+  ledger().unasked.push_back(std::string(call) + "(): " + cudaGetErrorString(error) + " (" +
+                             cudaGetErrorName(error) + "), at " + site.file + ":" +
+                             std::to_string(site.line));
 }
 
 bool ledger_failed(const char* message) {
@@ -444,6 +473,18 @@ void ledger_misaligned(std::uintptr_t address, std::size_t bytes, bool store, st
   fail("misaligned: it %s at once, at an address that is no multiple of %zu but %zu bytes off%s",
        words(bytes, store).c_str(), bytes, static_cast<std::size_t>(address % bytes),
        at(code).c_str());
+}
+
+bool ledger_others_may_write(const void* address) {
+  if (!keeps_ledger()) return false;
+  std::lock_guard lock(device().mutex);
+  if (device().streams > 0) return true;
+  const auto& allocations = device().allocations;
+  const auto next = allocations.upper_bound(static_cast<const char*>(address));
+  if (next == allocations.begin()) return false;
+  const auto& [start, allocation] = *std::prev(next);
+  return static_cast<const char*>(address) < start + allocation.size && !allocation.variable &&
+         allocation.type != cudaMemoryTypeDevice;
 }
 
 void ledger_stray(std::uintptr_t address, std::size_t bytes, bool store, std::uintptr_t code) {

@@ -25,9 +25,9 @@ inline constexpr std::size_t kGap = 256;
 /// A launch starts, and ends.
 void ledger_starts(Launch& launch);
 void ledger_ends(Launch& launch);
-/// Whether the launch in progress is counted. And: it need not run, see repeats.h.
-bool ledger_counts();
-void ledger_repeated();
+/// Whether the launch, which is in progress, is counted. And: it need not run, see repeats.h.
+bool ledger_counts(const Launch& launch);
+void ledger_repeated(const Launch& launch);
 /// A launch that could not be made, and why; and: the program has asked for the last error.
 void ledger_refused(const char* why);
 void ledger_asked();
@@ -35,6 +35,8 @@ void ledger_asked();
 void ledger_called(const char* kernel);
 /// An assertion of the host has failed; the program ends.
 void ledger_aborts();
+/// Whether the host, or a kernel in another stream, could write there while a kernel runs.
+bool ledger_others_may_write(const void* address);
 /// A kernel has failed. True: it is noted, and need not be printed.
 bool ledger_failed(const char* message);
 /// A barrier went on without a thread that had ended.

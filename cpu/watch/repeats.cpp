@@ -259,7 +259,7 @@ Repeat::Repeat(const Launch& launch) {
   for (std::size_t i = 0; known && i < same->second.done.size(); ++i) {
     const Done& done = same->second.done[i];
     if (!same_state(done.found, pieces)) continue;
-    if (ledger_counts()) return;  // that needs a run
+    if (ledger_counts(launch)) return;  // that needs a run
     for (const Written& each : done.written) {
       for_chunks(launch.device, each.bytes.size(), [&](std::size_t offset, std::size_t size) {
         std::memcpy(each.piece.start + offset, each.bytes.data() + offset, size);
@@ -269,7 +269,7 @@ Repeat::Repeat(const Launch& launch) {
     kernel.ran += same->second.seconds;
     kernel.unused = 0;
     done_ = true;
-    ledger_repeated();
+    ledger_repeated(launch);
     return;
   }
   found_.reset(new Found{std::move(pieces), before});

@@ -15,6 +15,7 @@
 
 #if defined(CUDA_CPU_TSAN_IDENTITIES)
 
+#include <algorithm>
 #include <atomic>
 #include <cstdint>
 #include <new>
@@ -130,8 +131,11 @@ IN_PLACE_OF(_ZN11__sanitizer14ThreadRegistryC1EPFPNS_17ThreadContextBaseEjEjjj, 
             void* registry, Factory* factory, unsigned most_threads, unsigned quarantine,
             unsigned most_reuses) {
   original = factory;
+  // So many identities end before a number is used again. As many threads as a power of two would
+  // soon have each the number of their place in an earlier launch: the same thread, for it.
+  constexpr unsigned kPrime = 67;
   __real__ZN11__sanitizer14ThreadRegistryC1EPFPNS_17ThreadContextBaseEjEjjj(
-      registry, create_context, most_threads, quarantine, most_reuses);
+      registry, create_context, most_threads, std::max(quarantine, kPrime), most_reuses);
 }
 
 // __sanitizer::internal_memset(). What is made is 0 already, and so are its clocks.

@@ -199,7 +199,9 @@ __device__ __forceinline__ void bring(AttentionShared<Tile>& shared, const Atten
   }
   put(maps.V, before, before.first);
   rows.put(0, [](int, Barrier*) {});  // no more work
-  // The block that finds the work done last leaves the counters as they were.
+  // The block that finds the work done last leaves the counters as they were. The fence: what other
+  // blocks have taken from the first one comes before.
+  __threadfence();
   if (atomicAdd(schedule.next + 1, 1u) == gridDim.x - 1) {
     schedule.next[0] = 0;
     schedule.next[1] = 0;
