@@ -48,7 +48,7 @@ int device_fact() {
 inline int multiprocessors() { return device_fact<cudaDevAttrMultiProcessorCount>(); }
 
 /// The most shared memory that a block may ask for, in bytes.
-inline int most_shared_bytes() { return device_attribute(cudaDevAttrMaxSharedMemoryPerBlockOptin); }
+inline int most_shared_bytes() { return device_fact<cudaDevAttrMaxSharedMemoryPerBlockOptin>(); }
 
 /// Whether the device runs code for sm_90a.
 inline bool is_hopper() {
@@ -56,18 +56,24 @@ inline bool is_hopper() {
          device_attribute(cudaDevAttrComputeCapabilityMinor) == 0;
 }
 
-/// Lets a block of `kernel` have `bytes` of shared memory. Where the device has less, nothing
-/// happens here, and a launch of the kernel would fail: a caller has to look for another kernel. (A
-/// row of a lesson says needs_shared, and is then left out.)
+/// Lets a block of `kernel` have `bytes` of shared memory, and in fact as much as the device has.
+/// What is allowed belongs to the kernel, not to a launch: if a smaller shape allowed only what it
+/// needs itself, a launch of a larger shape would fail from then on, in other threads too. So every
+/// call sets the same. Where the device has less than `bytes`, nothing happens here, and a launch
+/// of the kernel would fail: a caller has to look for another kernel. (A row of a lesson says
+/// needs_shared, and is then left out.)
 template <typename Kernel>
 void allow_shared_bytes(Kernel* kernel, int bytes) {
+  if (bytes > most_shared_bytes()) return;
   const struct {
     const void* kernel;
-    int64_t bytes;
-  } question = {reinterpret_cast<const void*>(kernel), bytes};
+    int64_t attribute;  // so that it is no other question about the kernel
+  } question = {reinterpret_cast<const void*>(kernel), cudaFuncAttributeMaxDynamicSharedMemorySize};
   answer_to<bool>(question, [&] {
-    if (bytes > most_shared_bytes()) return false;
-    check(cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, bytes),
+    cudaFuncAttributes own;  // what the kernel declares itself is no part of what is set
+    check(cudaFuncGetAttributes(&own, kernel), "cudaFuncGetAttributes");
+    check(cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize,
+                               most_shared_bytes() - static_cast<int>(own.sharedSizeBytes)),
           "cudaFuncSetAttribute");
     return true;
   });

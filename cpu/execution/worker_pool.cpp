@@ -1,5 +1,7 @@
 #include "cpu/execution/worker_pool.h"
 
+#include <unistd.h>
+
 #include <algorithm>
 #include <chrono>
 #include <cstdio>
@@ -23,12 +25,17 @@ int pool_size() {
 }  // namespace
 
 WorkerPool& WorkerPool::of(int device) {
+  struct Started {
+    WorkerPool* pool;
+    pid_t process;
+  };
   static std::mutex mutex;
-  static WorkerPool* pools[kMostDevices] = {};
+  static Started all[kMostDevices] = {};
   std::lock_guard lock(mutex);
-  WorkerPool*& pool = pools[device];
-  if (!pool) pool = new WorkerPool;
-  return *pool;
+  Started& own = all[device];
+  // After fork() the child has the pool, but none of its threads: a launch would wait for ever.
+  if (own.process != getpid()) own = {new WorkerPool, getpid()};
+  return *own.pool;
 }
 
 WorkerPool::WorkerPool() : size_(pool_size()) {

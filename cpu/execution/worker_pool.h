@@ -14,7 +14,7 @@ namespace cuda_cpu {
 /// pool, so that kernels of several run at the same time.
 ///
 /// The pool is never destroyed: at process exit its threads sleep and simply end with the process,
-/// whichever way the process leaves.
+/// whichever way the process leaves. A process that fork() has made starts a pool of its own.
 class WorkerPool {
  public:
   static WorkerPool& of(int device);

@@ -175,8 +175,7 @@ class ResidentLayer {
   template <class Plan>
   static void launch(const GatingMemory& memory, const GatingShape& shape, const Plan& plan,
                      typename Plan::Rows x, int blocks, cudaStream_t stream) {
-    // All there is: another thread may launch the same kernel with more than this plan takes.
-    allow_shared_bytes(resident_layer<Plan>, most_shared_bytes());
+    allow_shared_bytes(resident_layer<Plan>, static_cast<int>(plan.bytes()));
     const unsigned fit = std::max(1, multiprocessors() / blocks);
     const dim3 grid(std::min(blocks_for(shape.rows, 64), fit), blocks);
     x.are_of(memory.x, shape);

@@ -7,6 +7,7 @@
 #include <string>
 #include <vector>
 
+#include "operators/device_facts.h"
 #include "operators/estimate.h"
 #include "operators/gradients/backward.cuh"
 #include "operators/gradients/forward.cuh"
@@ -69,11 +70,9 @@ class GradientFeatures {
   template <typename Shared, auto kKernel, int kThreads, unsigned kBlocks>
   static int fit() {
     static_assert(kBlocks <= kMostBlocks);
-    return fact_of_device([] {
-      constexpr int kBytes = sizeof(Shared);
-      allow_shared_bytes(kKernel, kBytes);
-      return clusters_that_fit(kKernel, kBlocks, kThreads, kBytes);
-    });
+    constexpr int kBytes = sizeof(Shared);
+    allow_shared_bytes(kKernel, kBytes);  // each time: the device may have been reset since
+    return fact_of_device([] { return clusters_that_fit(kKernel, kBlocks, kThreads, kBytes); });
   }
 
   /// M: M1, M2, -M2.

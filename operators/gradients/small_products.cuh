@@ -3,7 +3,6 @@
 // sums, which leave a GPU idle.
 #pragma once
 
-#include "operators/device_facts.h"
 #include "operators/gradients/gradients.h"
 #include "primitives/approximate.cuh"
 #include "primitives/async_copy.cuh"
@@ -201,13 +200,10 @@ __global__ void __launch_bounds__(kSmallThreads)
   if (inside) *reinterpret_cast<uint2*>(to + at) = pack4<bf16>(sum);
 }
 
-/// Once a device, before the first launch of these kernels.
+/// Before these kernels are launched.
 inline void allow_small_products() {
-  fact_of_device([] {
-    allow_shared_bytes(associate, kSmallBytes);
-    allow_shared_bytes(finish_backward, kSmallBytes);
-    return 0;
-  });
+  allow_shared_bytes(associate, kSmallBytes);
+  allow_shared_bytes(finish_backward, kSmallBytes);
 }
 
 /// For a kernel of small products with `layers` results of up to rows x cols.

@@ -24,6 +24,10 @@
  * workspace may be others in each call. It belongs to the context in which it was made; after
  * cudaDeviceReset() calls plan anew.
  *
+ * A process that fork() has made cannot use what its parent has begun with CUDA: there a call
+ * returns FK_CUDA_ERROR. Of the library for the CPU it can, if no other thread of the parent was in
+ * a call.
+ *
  * Sizes and strides count elements. A stride of 0 says that rows are dense. Rows that are not dense
  * are a multiple of 16 bytes apart, at least as far as they are long, and at most 2^30 elements.
  * An operand is all memory from its first element to its last: what is written must not overlap
@@ -148,7 +152,7 @@ typedef struct fk_attention {
   int causal;  /* 0 or 1 */
   int64_t batch, queries, keys, heads, kv_heads, width;
   fk_strides q_strides, k_strides, v_strides, out_strides;
-  float scale; /* of the logits, such as 1 / sqrt(width) */
+  float scale; /* of the logits, such as 1 / sqrt(width); positive */
 } fk_attention;
 
 /* How many bytes of workspace fk_attention_forward() needs on the current device.
@@ -158,15 +162,17 @@ FK_API int fk_attention_workspace(const fk_attention* attention, size_t* bytes);
 /* out = softmax(scale q k^T) v for each head, as the bonus lesson on attention has it. Shapes: q
  * and out (batch, queries, heads, width), k and v (batch, keys, kv_heads, width); elements of width
  * are neighbours, strides say where the other dimensions lie: (batch, heads, queries, width) is as
- * good. Head h of q reads head h / (heads / kv_heads) of k and v. With causal, query s sees
- * the keys t <= s + keys - queries; a query that sees none gets zeros. log_sums (batch, heads,
- * queries, dense) may be NULL: the logarithm of each query's sum of exp(scale q k), -inf without a
- * key. Each size is at least 1, heads a multiple of kv_heads, width at most 256; batch * heads *
- * queries and batch * kv_heads * keys are at most 2^30. Types: that of the description for q, k, v
- * and out; fp32 for log_sums; added up in fp32. Alignment: each pointer to 16 bytes; strides to
- * nothing, but where width and all strides are multiples of 8 it is faster. Written: out and
- * log_sums, which must not overlap an operand. Device: compute capability 8.0 and newer, for
- * FK_FLOAT16 7.5. */
+ * good. Head h of q reads head h / (heads / kv_heads) of k and v. With causal, query s sees the
+ * keys t <= s + keys - queries; a query that sees none gets zeros. log_sums (batch, heads, queries,
+ * dense) may be NULL: the logarithm of each query's sum of exp(scale q k), -inf without a key. A
+ * key that causal hides has the weight 0, by which its row of v is multiplied: a NaN or an infinity
+ * there can make the results of other queries NaN. Each size is at least 1, heads a multiple of
+ * kv_heads, width at most 256; batch * heads * queries and batch * kv_heads * keys are at most
+ * 2^30; scale is positive and finite. Types: that of the description for q, k, v and out; fp32 for
+ * log_sums; added up in fp32. Results in the range of the type's subnormal numbers, for bf16 below
+ * 2^-126, have as few bits as these. Alignment: each pointer to 16 bytes; strides to nothing, but
+ * where width and all strides are multiples of 8 it is faster. Written: out and log_sums, which
+ * must not overlap an operand. Device: compute capability 8.0 and newer, for FK_FLOAT16 7.5. */
 FK_API int fk_attention_forward(const fk_attention* attention, const void* q, const void* k,
                                 const void* v, void* out, float* log_sums, void* workspace,
                                 size_t workspace_bytes, struct CUstream_st* stream);
@@ -377,13 +383,15 @@ FK_API int fk_softmax_backward(const fk_softmax* softmax, const void* d_probs, c
 FK_API int fk_cross_entropy_workspace(const fk_softmax* softmax, size_t* bytes);
 
 /* The cross-entropy of softmax(x w) and labels: losses[b] = log_sums[b] - logits[b][labels[b]],
- * with logits = x w and log_sums[b] = log of the sum of exp(logits[b][c]) over all classes c. A
- * label is a class from 0 on; where it is none, such as -100, the row's loss is 0. Shapes: x (rows,
- * inputs), w (inputs, classes), labels, losses and log_sums (rows), logits (rows, classes); all
- * row-major and dense. Each size is at least 1; rows and classes are at most 2^24, inputs at most
- * 2^26. Type: fp32, multiplied in fp32, or as accurately by three products in TF32; labels are
- * int64_t. Alignment: each pointer to 16 bytes. Written: losses; and, for the gradients, logits and
- * log_sums. None of them may overlap an operand. Device: any that the library is built for. */
+ * with logits = x w and log_sums[b] = log of the sum of exp(logits[b][c]) over all classes c. Where
+ * logits are large, a log_sum has been rounded; losses are computed relative to the largest logit,
+ * and have not. A label is a class from 0 on; where it is none, such as -100, the row's loss is 0.
+ * Shapes: x (rows, inputs), w (inputs, classes), labels, losses and log_sums (rows), logits (rows,
+ * classes); all row-major and dense. Each size is at least 1; rows and classes are at most 2^24,
+ * inputs at most 2^26. Type: fp32, multiplied in fp32, or as accurately by three products in TF32;
+ * labels are int64_t. Alignment: each pointer to 16 bytes. Written: losses; and, for the gradients,
+ * logits and log_sums. None of them may overlap an operand. Device: any that the library is built
+ * for. */
 FK_API int fk_cross_entropy_forward(const fk_softmax* softmax, const void* x, const void* w,
                                     const void* labels, void* losses, void* logits, void* log_sums,
                                     void* workspace, size_t workspace_bytes,
@@ -395,9 +403,10 @@ FK_API int fk_cross_entropy_backward_workspace(const fk_softmax* softmax, size_t
 
 /* The gradients of fk_cross_entropy_forward(), which has written logits and log_sums. With g[b][c]
  * = d_losses[b] (exp(logits[b][c] - log_sums[b]) - (1 if c is labels[b])), and 0 in a row whose
- * label is no class: d_x = g w^T and d_w = x^T g. Shapes: d_losses that of losses, d_x and d_w
- * those of x and w. Sizes, type, alignment and device: as forward. Written: d_x and d_w, which
- * must not overlap an operand. */
+ * label is no class: d_x = g w^T and d_w = x^T g. Where a log_sum is large, the row's sum is
+ * computed once more, relative to its largest logit. Shapes: d_losses that of losses, d_x and d_w
+ * those of x and w. Sizes, type, alignment and device: as forward. Written: d_x and d_w, which must
+ * not overlap an operand. */
 FK_API int fk_cross_entropy_backward(const fk_softmax* softmax, const void* d_losses, const void* x,
                                      const void* w, const void* labels, const void* logits,
                                      const void* log_sums, void* d_x, void* d_w, void* workspace,

@@ -93,6 +93,15 @@ class Carver {
   }
   size_t used() const { return used_; }
 
+  /// The operator's ways that the device has the shared memory for: others would fail when they are
+  /// launched, after everything has been accepted.
+  std::vector<Way> ways(const Operator& make, const Workspace& workspace) const {
+    std::vector<Way> all = make(workspace, Operands(*running_));
+    const int most = primitives::most_shared_bytes();
+    std::erase_if(all, [&](const Way& way) { return way.shared_bytes > most; });
+    return all;
+  }
+
  private:
   size_t take(size_t bytes) {
     const size_t piece = used_;
@@ -434,7 +443,7 @@ class Plan {
     Tunings& tunings = Tunings::all();
     tuned_ = tunings.changes.load(std::memory_order_acquire);
     Carver carver(running_, key_.stream());
-    const std::vector<Way> ways = make_(carver.workspace(), Operands(running_));
+    const std::vector<Way> ways = carver.ways(make_, carver.workspace());
     if (ways.empty()) throw Refusal{FK_BAD_SHAPE, "this device has no way to compute this shape"};
     // One way, or the fastest one of several kinds of ways, which come first where they are equal.
     const Way expected = *std::min_element(ways.begin(), ways.end(), sooner);
@@ -450,7 +459,7 @@ class Plan {
   /// The way of this name, if it needs no more workspace than `needed_`.
   std::optional<Way> named(const std::string& name) const {
     Carver carver(running_, key_.stream());
-    const std::vector<Way> ways = make_(carver.workspace(name), Operands(running_));
+    const std::vector<Way> ways = carver.ways(make_, carver.workspace(name));
     const auto found =
         std::find_if(ways.begin(), ways.end(), [&](const Way& way) { return way.name == name; });
     if (found == ways.end() || carver.used() > needed_) return {};
@@ -476,7 +485,7 @@ class Plan {
     Carver carver(running_, key_.stream());
     Workspace workspace = carver.workspace();
     workspace.all_ways = true;
-    std::vector<Way> all = make_(workspace, Operands(running_));
+    std::vector<Way> all = carver.ways(make_, workspace);
     std::stable_sort(all.begin(), all.end(), sooner);
     std::vector<Way> ways = {best_};
     for (const Way& each : all) {
@@ -593,7 +602,7 @@ thread_local bool Plans::gone = false;
 size_t workspace_bytes(const Operator& make) {
   const Running running;
   Carver carver(running, nullptr);
-  if (make(carver.workspace(), Operands(running)).empty()) {
+  if (carver.ways(make, carver.workspace()).empty()) {
     throw Refusal{FK_BAD_SHAPE, "this device has no way to compute this shape"};
   }
   return carver.used();

@@ -230,13 +230,18 @@ Operator backward(const fk_softmax& of) {
   };
 }
 
-/// A row's loss: the logarithm of the sum of exponentials less the label's logit.
+/// A row's loss: the logarithm of the sum of exponentials less the label's logit. Both are taken
+/// relative to the largest logit: where logits are large, fp32 has no digits left for the logarithm
+/// once the maximum has been added to it.
 struct Losses {
   const int64_t* labels;
   float *losses, *log_sums;
   int classes;
 
   __device__ bool is_class(int row) const { return labels[row] >= 0 && labels[row] < classes; }
+  __device__ static float loss(const MaxSum& row, float logit) {
+    return logf(row.sum) - (logit - row.largest);
+  }
 };
 
 /// The losses of rows with logits. kLanes lanes, 1 or 32, have a row, of whose parts there are
@@ -257,9 +262,8 @@ __global__ void __launch_bounds__(kLossThreads)
   }
   if constexpr (kLanes == 32) part = warp_merge(part);
   if (threadIdx.x % kLanes != 0) return;
-  const float log_sum = part.largest + logf(part.sum);
-  of.log_sums[row] = log_sum;
-  of.losses[row] = is_class ? log_sum - logit : 0;
+  of.log_sums[row] = part.largest + logf(part.sum);
+  of.losses[row] = is_class ? Losses::loss(part, logit) : 0;
 }
 
 /// The losses of rows of at most kThreads * kValues logits, each the sum of `slices` partial ones.
@@ -291,23 +295,41 @@ __global__ void __launch_bounds__(kThreads)
   for (int i = 0; i < kValues; ++i) row.sum += expf(v[i] - base_of(row.largest));
   row = warp_merge(row);
   if constexpr (kThreads > 32) row = block_merge<kThreads / 32>(row);
-  const float log_sum = row.largest + logf(row.sum);
   const int64_t label = of.labels[blockIdx.x];
 #pragma unroll
   for (int i = 0; i < kValues; ++i) {
     const int c = threadIdx.x + i * kThreads;
     if (c < of.classes) logits[start + c] = v[i];
-    if (c < of.classes && c == label) of.losses[blockIdx.x] = log_sum - v[i];
+    if (c < of.classes && c == label) of.losses[blockIdx.x] = Losses::loss(row, v[i]);
   }
   if (threadIdx.x != 0) return;
-  of.log_sums[blockIdx.x] = log_sum;
+  of.log_sums[blockIdx.x] = row.largest + logf(row.sum);
   if (!of.is_class(blockIdx.x)) of.losses[blockIdx.x] = 0;
+}
+
+/// The largest logit of a row, and the sum of exponentials relative to it, as all kThreads threads
+/// of the row find it together.
+template <int kThreads>
+__device__ MaxSum max_sum_of_row(const float* logits, int classes) {
+  MaxSum row = {minus_infinity(), 0};
+  for (int c = static_cast<int>(threadIdx.x) % kThreads; c < classes; c += kThreads) {
+    row = merge(row, {logits[c], 1});
+  }
+  row = warp_merge(row);
+  if constexpr (kThreads > 32) row = block_merge<kThreads / 32>(row);
+  return row;
 }
 
 /// The gradients of logits: g = d_loss (exp(logit - log_sum), less 1 at the label), and 0 where the
 /// label is no class. kThreads threads have 8 * kThreads columns of a row; all loads of a thread
 /// are under way at a time. The grid's y are the parts of a row.
+///
+/// A log_sum has been rounded, by up to 2^-24 of its size, and that becomes a factor of all of the
+/// row's exponentials. Up to kExactLogSum it is as good as one of fp32's own roundings of a sum.
+/// Beyond it, which logits of a network that learns do not reach, every part of the row finds its
+/// maximum and its sum once more.
 constexpr int kGradientThreads = 256, kGradientsEach = 8;
+constexpr float kExactLogSum = 32;
 template <int kThreads>
 __global__ void __launch_bounds__(kGradientThreads)
     loss_gradients(const float* logits, const float* log_sums, const int64_t* labels,
@@ -324,13 +346,20 @@ __global__ void __launch_bounds__(kGradientThreads)
     if (c < classes) v[i] = logits[row + c];
   }
   const float log_sum = log_sums[at], d_loss = d_losses[at];
+  float base = 0, log_of_sum = log_sum;  // relative to the base
+  if (fabsf(log_sum) > kExactLogSum && !isinf(log_sum)) {
+    const MaxSum all = max_sum_of_row<kThreads>(logits + row, classes);
+    base = all.largest;
+    log_of_sum = logf(all.sum);
+  }
   const int64_t label = labels[at];
   const bool is_class = label >= 0 && label < classes;
 #pragma unroll
   for (int i = 0; i < kGradientsEach; ++i) {
     const int c = first + i * kThreads;
     if (c < classes) {
-      g[row + c] = is_class ? d_loss * (expf(v[i] - log_sum) - (c == label ? 1.0F : 0.0F)) : 0;
+      const float p = expf(v[i] - base - log_of_sum);
+      g[row + c] = is_class ? d_loss * (p - (c == label ? 1.0F : 0.0F)) : 0;
     }
   }
 }

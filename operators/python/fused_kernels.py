@@ -17,12 +17,17 @@ them:
   library's sentence, fk_last_error().
 - torch.compile sees the operators torch.ops.fused_kernels.*; no graph break is needed. A call can be captured in a
   CUDA graph; the first call of an operator on a device, which loads its code, should come before the capture.
+- Each dimension has at least 1 element. Numbers and flags, such as `scale` or `normed`, are Python's. The value of a
+  tensor with one element is read at each call, which waits for the GPU.
+- There is no forward-mode derivative: a tensor that has a tangent (torch.autograd.forward_ad, torch.func.jvp) is
+  refused with a RuntimeError.
 - The library is build/cuda/libfused_kernels.so of this repository, or what FUSED_KERNELS_LIBRARY names.
 """
 
 import contextlib
 import ctypes
 import functools
+import operator
 import os
 import pathlib
 import threading
@@ -307,10 +312,27 @@ def _dense(dtype, *shape):
 def _is_traced(*tensors):
     if torch.compiler.is_compiling():
         return True
+    if _forward_ad._current_level >= 0:
+        _refuse_tangents(tensors)
     for tensor in tensors:
         if type(tensor) not in _PLAIN:
             return True
     return _dispatch_modes() > 0 or _are_transforms_active()
+
+
+def _refuse_tangents(tensors):
+    """The library would compute the result without its tangent, and nobody would hear of it."""
+    if any(_forward_ad.unpack_dual(each).tangent is not None for each in tensors):
+        raise RuntimeError("the library has no forward-mode derivatives; take gradients by backward(), or call it on "
+                           "tensors without a tangent")
+
+
+# What is no tensor is part of a plan's key. So it is converted first: a tensor as a key would be compared by identity,
+# and its first value would be used for ever.
+
+
+def _signature_of(numbers):
+    return tuple(map(operator.index, numbers))
 
 
 _MATH = {"fp32": FK_FLOAT32, "tf32": FK_TF32, "tf32x3": FK_TF32X3}  # of operands in fp32
@@ -480,8 +502,10 @@ def _gating_backward_fake(d_out, x, w1, w2, b1, b2):
 def attention(q, k, v, causal=False, scale=None, log_sums=False):
     """softmax(scale q k^T) v for each head. Shapes: q (batch, queries, heads, width), k and v (batch, keys, kv_heads,
     width), of which head h of q reads head h // (heads // kv_heads). The result has the shape of q, and its order of
-    dimensions in memory. Type: torch.float16 or torch.bfloat16 for all; added up in fp32. scale: 1 / sqrt(width) if
-    None. With `causal`, query s sees the keys t <= s + keys - queries, and one that sees none gets zeros.
+    dimensions in memory. Type: torch.float16 or torch.bfloat16 for all; added up in fp32. scale: positive and finite;
+    1 / sqrt(width) if None. With `causal`, query s sees the keys t <= s + keys - queries, and one that sees none gets
+    zeros. A key that `causal` hides has the weight 0. But its row of v is multiplied by that 0: a NaN or an infinity
+    there may make other queries' results NaN.
 
     With `log_sums`, returns (the result, log_sums (batch, heads, queries) in torch.float32): the logarithm of each
     query's sum of exp(scale q k), -inf without a key.
@@ -505,6 +529,7 @@ def attention(q, k, v, causal=False, scale=None, log_sums=False):
 
 
 def _attention(q, k, v, causal, scale, log_sums):
+    causal, scale = bool(causal), None if scale is None else float(scale)
     device = q.get_device()
     if device < 0 or device != _current_device():
         return _on_device_of("q", q, _attention, q, k, v, causal, scale, log_sums)
@@ -526,7 +551,7 @@ def _plan_attention(q, k, v, causal, scale):
     for name, tensor in (("k", k), ("v", v)):
         _check_operand(name, tensor, (batch, keys, kv_heads, width), q.dtype)
     out = torch.empty_like(q, device="meta")
-    description = fk_attention(0, kind, bool(causal), batch, queries, keys, heads, kv_heads, width,
+    description = fk_attention(0, kind, causal, batch, queries, keys, heads, kv_heads, width,
                                _head_strides("q", q), _head_strides("k", k), _head_strides("v", v),
                                fk_strides(*out.stride()[:3]), max(width, 1)**-0.5 if scale is None else scale)
     layout = tuple(out.shape), tuple(out.stride()), q.dtype
@@ -751,9 +776,11 @@ def _softmax_backward_fake(d_probs, x, w, probs):
 def cross_entropy(x, w, labels):
     """The losses of labels under softmax(x w), row by row: the logarithm of the sum of the row's exp(logits), less the
     logit of the row's label, where logits = x w. A label is a class, from 0 on; where it is none, such as -100, the
-    row's loss is 0, and so are its gradients. Shapes: x (rows, inputs), w (inputs, classes), labels (rows); the result
-    is (rows). There are at most 2^24 rows and classes, and 2^26 inputs. Type: torch.float32, multiplied in fp32, or as
-    accurately by three products in TF32; labels are torch.int64. Layout: all are contiguous.
+    row's loss is 0, and so are its gradients. Such rows count in losses.mean(). PyTorch's cross_entropy() divides by
+    the number of the other rows: losses.sum() / (labels >= 0).sum(), where no label is too large. Shapes: x (rows,
+    inputs), w (inputs, classes), labels (rows); the result is (rows). There are at most 2^24 rows and classes, and
+    2^26 inputs. Type: torch.float32, multiplied in fp32, or as accurately by three products in TF32; labels are
+    torch.int64. Layout: all are contiguous.
 
     Gradients: of x and w, by cross_entropy_backward(), always both; the logits, (rows, classes), are kept for it. An
     incoming gradient that is not contiguous is copied. There are no second derivatives.
@@ -973,15 +1000,15 @@ def clifford(x, y, w, signature=(3, 0, 0), normed=True):
     if _is_traced(x, y, w):
         return torch.ops.fused_kernels.clifford(x, y, w, signature, normed)
     if torch.is_grad_enabled() and (x.requires_grad or y.requires_grad or w.requires_grad):
-        return _functions["clifford"].apply(x, y, w, signature, normed)
+        return _functions["clifford"].apply(x, y, w, _signature_of(signature), bool(normed))
     return _clifford(x, y, w, signature, normed)
 
 
 def _clifford(x, y, w, signature=(3, 0, 0), normed=True):
+    signature, normed = _signature_of(signature), bool(normed)
     device = x.get_device()
     if device < 0 or device != _current_device():
         return _on_device_of("x", x, _clifford, x, y, w, signature, normed)
-    signature = tuple(signature)
     key = ("clifford", device, *[(each.shape, each.is_contiguous(), each.dtype) for each in (x, y, w)], signature,
            normed)
     plan = _plans.get(key) or _remember(key, _plan_clifford(x, y, w, signature, normed))
@@ -1000,7 +1027,7 @@ def _describe_clifford(x, y, w, signature, normed, connected=False):
         _check_dense(name, each, (2**sum(signature), batch, features), x.dtype)
     triples = TRIPLES[signature]
     _check_dense("w", w, (triples, features, features) if connected else (features, triples), x.dtype)
-    return fk_clifford(0, kind, *signature, bool(normed), batch, features)
+    return fk_clifford(0, kind, *signature, normed, batch, features)
 
 
 def _plan_clifford(x, y, w, signature, normed):
@@ -1032,11 +1059,11 @@ def clifford_backward(d_out, x, y, w, signature=(3, 0, 0), normed=True):
 
 
 def _clifford_backward(d_out, x, y, w, signature=(3, 0, 0), normed=True):
+    signature, normed = _signature_of(signature), bool(normed)
     operands = d_out, x, y, w
     device = d_out.get_device()
     if device < 0 or device != _current_device():
         return _on_device_of("d_out", d_out, _clifford_backward, *operands, signature, normed)
-    signature = tuple(signature)
     key = ("clifford_backward", device, *[(each.shape, each.is_contiguous(), each.dtype) for each in operands],
            signature, normed)
     plan = _plans.get(key) or _remember(key, _plan_clifford_backward(*operands, signature, normed))
@@ -1069,15 +1096,15 @@ def clifford_connected(x, y, w, signature=(3, 0, 0), normed=True):
     if _is_traced(x, y, w):
         return torch.ops.fused_kernels.clifford_connected(x, y, w, signature, normed)
     if torch.is_grad_enabled() and (x.requires_grad or y.requires_grad or w.requires_grad):
-        return _functions["clifford_connected"].apply(x, y, w, signature, normed)
+        return _functions["clifford_connected"].apply(x, y, w, _signature_of(signature), bool(normed))
     return _clifford_connected(x, y, w, signature, normed)
 
 
 def _clifford_connected(x, y, w, signature=(3, 0, 0), normed=True):
+    signature, normed = _signature_of(signature), bool(normed)
     device = x.get_device()
     if device < 0 or device != _current_device():
         return _on_device_of("x", x, _clifford_connected, x, y, w, signature, normed)
-    signature = tuple(signature)
     key = ("clifford_connected", device, *[(each.shape, each.is_contiguous(), each.dtype) for each in (x, y, w)],
            signature, normed)
     plan = _plans.get(key) or _remember(key, _plan_clifford_connected(x, y, w, signature, normed))
@@ -1108,11 +1135,11 @@ def clifford_connected_backward(d_out, x, y, w, signature=(3, 0, 0), normed=True
 
 
 def _clifford_connected_backward(d_out, x, y, w, signature=(3, 0, 0), normed=True):
+    signature, normed = _signature_of(signature), bool(normed)
     operands = d_out, x, y, w
     device = d_out.get_device()
     if device < 0 or device != _current_device():
         return _on_device_of("d_out", d_out, _clifford_connected_backward, *operands, signature, normed)
-    signature = tuple(signature)
     key = ("clifford_connected_backward", device,
            *[(each.shape, each.is_contiguous(), each.dtype) for each in operands], signature, normed)
     plan = _plans.get(key) or _remember(key, _plan_clifford_connected_backward(*operands, signature, normed))
@@ -1180,6 +1207,7 @@ def _register(operators, name, schema, run, fake, save=None, backward=None):
 
 
 if torch:
+    _forward_ad = torch.autograd.forward_ad
     _PLAIN = {torch.Tensor, torch.nn.Parameter}
     _current_device = getattr(torch._C, "_cuda_getDevice", torch.cuda.current_device)
     _current_stream = getattr(torch._C, "_cuda_getCurrentRawStream",
