@@ -35,8 +35,9 @@ struct Row {
 
   bool ran = false;
   bool ok = false;
-  bool harmless = true;       ///< can be launched, and changes nothing but its results
-  double launch_seconds = 0;  ///< that the first launch took the host, until it was done
+  bool harmless = true;           ///< can be launched, and changes nothing but its results
+  bool leaves_something = false;  ///< in a workspace: another thing than it found there
+  double launch_seconds = 0;      ///< that the first launch took the host, until it was done
   Error error = {};
   double tolerance = 0;
   std::string wrong = {};              ///< in words, if it was asked for or if no number tells

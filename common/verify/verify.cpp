@@ -72,9 +72,17 @@ void name_row([[maybe_unused]] const std::string& name) {
 #endif
 }
 
+/// What the workspaces hold, which launches leave to each other.
+std::vector<uint64_t> left_in_workspaces(const Problem& problem) {
+  std::vector<uint64_t> sums;
+  for (const auto& workspace : problem.workspaces) sums.push_back(checksum(*workspace));
+  return sums;
+}
+
 void verify_row(Row& row, const Problem& problem, Inputs& inputs,
                 const std::function<void(Row&)>& launch, bool explain) {
   const std::vector<Check>& checks = checks_of(row, problem);
+  const std::vector<uint64_t> found_there = left_in_workspaces(problem);
   const auto start = std::chrono::steady_clock::now();
   const std::string failed = attempt([&] { launch_poisoned(row, problem, checks, launch); });
   const std::chrono::duration<double> took = std::chrono::steady_clock::now() - start;
@@ -82,6 +90,7 @@ void verify_row(Row& row, const Problem& problem, Inputs& inputs,
   row.ok = row.ok || !row.ran;
   row.ran = true;
   if (!failed.empty()) fail_row(row, checks, failed);
+  row.leaves_something |= left_in_workspaces(problem) != found_there;
   for (size_t i = 0; failed.empty() && i < checks.size(); ++i) {
     if (compare(row, checks[i])) continue;
     row.ok = false;

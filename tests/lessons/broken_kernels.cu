@@ -28,6 +28,7 @@ enum class Bug {
   changes_input,
   block_too_large,
   counter_left_as_it_is,
+  half_left_as_it_is,
   none_after_the_others,
 };
 
@@ -89,6 +90,13 @@ __global__ void count_rows(unsigned* counter, float* C) {
   if (atomicAdd(counter, 1u) > 0) C[0] = 0;
 }
 
+// The same with two counters that take turns: counters[0] says in which launch, and neither is set
+// back. So the third launch is the first that finds one as a launch has left it.
+__global__ void count_rows_in_turn(unsigned* counters, float* C) {
+  const unsigned launch = counters[0]++;
+  if (counters[1 + launch % 2]++ > 0) C[0] = 0;
+}
+
 template <Bug bug>
 void add(Problem& problem, const char* name, Buffer<float> A, Buffer<float> B, Buffer<float> bias,
          Buffer<float> C, Buffer<unsigned> counter, int n) {
@@ -100,6 +108,7 @@ void add(Problem& problem, const char* name, Buffer<float> A, Buffer<float> B, B
     if (bug == Bug::writes_before_output) reach_out<<<1, 1>>>(C - 1);
     if (bug == Bug::changes_input) reach_out<<<1, 1>>>(B + B.size() / 2);
     if (bug == Bug::counter_left_as_it_is) count_rows<<<1, 1>>>(counter, C);
+    if (bug == Bug::half_left_as_it_is) count_rows_in_turn<<<1, 1>>>(counter + 1, C);
   });
 }
 
@@ -120,7 +129,7 @@ int main(int argc, char** argv) {
   auto B = problem.input<float>(elements);
   auto bias = problem.input<float>(n);
   auto C = problem.output<float>(elements);
-  auto counter = problem.workspace<unsigned>(1);
+  auto counter = problem.workspace<unsigned>(4);
   auto expected = problem.reference(elements);
   Cublas blas;
   problem.reference_from(reference_scratch(n, n, n), [&] {
@@ -147,6 +156,7 @@ int main(int argc, char** argv) {
   add<Bug::changes_input>(problem, "changes_input", A, B, bias, C, counter, n);
   add<Bug::block_too_large>(problem, "block_too_large", A, B, bias, C, counter, n);
   add<Bug::counter_left_as_it_is>(problem, "counter_left_as_it_is", A, B, bias, C, counter, n);
+  add<Bug::half_left_as_it_is>(problem, "half_left_as_it_is", A, B, bias, C, counter, n);
   if (lesson.flag("--stop")) problem.kernel("stops", Role::ours, [=] { stop<<<1, 1>>>(); });
   add<Bug::none_after_the_others>(problem, "none_after_the_others", A, B, bias, C, counter, n);
 
