@@ -58,13 +58,15 @@ def translate(text: str, path: str) -> str:
     return _Translation(text, path).result()
 
 
-def translate_foreign(text: str, path: str, through_call=frozenset(), kernels=frozenset(), known=False) -> str:
+def translate_foreign(text: str, path: str, through_call=frozenset(), kernels=frozenset(), known=False,
+                      global_kernels=frozenset()) -> str:
     """The same of what others have written, who know more forms than our own sources have: several
     __shared__ variables in a statement, and launches that need a call as C++ has it, of the kernels
     that `through_call` names (templates whose arguments are deduced, overloads, default arguments).
     `kernels` are the names of all kernels of the program. known: it launches kernels by their address
-    alone."""
-    return _ForeignTranslation(text, path, through_call, kernels, known).result()
+    alone. global_kernels: those that a launch names with :: before them, since a library may have
+    functions of the same name."""
+    return _ForeignTranslation(text, path, through_call, kernels, known, global_kernels).result()
 
 
 def code_of(text: str) -> str:
@@ -91,6 +93,17 @@ def kernels_of(text: str):
                 rf"__global__[^;{{}}()]*(?:\([^;{{}}]*?\)[^;{{}}()]*)?\bvoid\s+{name}\s*\(", code)):
             special.add(name)
     return set(names), special
+
+
+def global_kernels_of(text: str):
+    """The names of the kernels in it that are in no namespace, and of those that are in one."""
+    code = code_of(text)
+    flat = _without_directives(code)
+    outside, inside = set(), set()
+    for match in _KERNEL.finditer(code):
+        before = flat[: match.start()]
+        (inside if before.count("{") > before.count("}") else outside).add(match["name"])
+    return outside, inside
 
 
 def kernel_heads(code: str):
@@ -304,8 +317,9 @@ class _Translation:
 
 
 class _ForeignTranslation(_Translation):
-    def __init__(self, text, path, through_call, kernels, known):
+    def __init__(self, text, path, through_call, kernels, known, global_kernels):
         super().__init__(text, path)
+        self.global_kernels = global_kernels
         self.known = known
         self.through_call = through_call
         self.kernels = kernels
@@ -335,6 +349,8 @@ class _ForeignTranslation(_Translation):
         simple = re.fullmatch(r"(?:\w+::)*\w+(?:\s*<.*>)?", kernel, re.DOTALL)
         name = re.sub(r"<.*", "", kernel, flags=re.DOTALL).strip().rpartition("::")[2]
         macro = any("__VA_ARGS__" in self.code[a:b] for a, b in arguments)
+        outer = "::" if name in self.global_kernels and re.match(rf"{name}\b", kernel) and not self._is_local(
+            name, first) else ""
         if simple and name in self.through_call and not macro:
             config = self.text[start + 3 : position].replace("\n", " ")
             captured, passed = [], []
@@ -348,16 +364,30 @@ class _ForeignTranslation(_Translation):
                 else:
                     captured.append(f", cuda_cpu_{k} = cuda_cpu::argument({argument})")
                     passed.append(f"cuda_cpu_{k}")
-            own = self.text[first:start].strip()
+            own = outer + self.text[first:start].strip()
             self._replace(first, close + 1, (
                 f"cuda_cpu::call(cuda_cpu::launch({config}), [={''.join(captured)}] "
                 f"{{ {own}({', '.join(passed)}); }})"))
             return
+        if outer:
+            self._replace(first, first, f" {outer}")
         self._replace(start, start + 3, "->*cuda_cpu::launch(")
         self._replace(position, end.end(), ")(")
         for a, b in arguments:
             if self.code[a:b].strip() in ("0", "NULL"):
                 self._replace(a, b, "cuda_cpu::Zero()")
+
+    def _is_local(self, name, position):
+        """Whether the function around `position` has a parameter or a variable of this name."""
+        depth, begin = 0, 0
+        for brace in re.finditer(r"[;{}]", self.code[:position]):
+            if brace[0] == "}":
+                depth -= 1
+            if depth == 0:
+                begin = brace.end() if brace[0] != "{" else begin
+            depth += brace[0] == "{"
+        return re.search(rf"[\w>]\s*[\s&*]\s*{name}\s*[,)=;{{]|\(\s*\*\s*{name}\s*\)",
+                         self.code[begin:position]) is not None
 
     def _known(self, body):
         heads = [match for match in _KERNEL.finditer(_without_directives(self.code)) if match.end() <= body]

@@ -8,6 +8,7 @@ import hashlib
 import os
 import platform
 import re
+import select
 import shutil
 import signal
 import subprocess
@@ -16,14 +17,14 @@ import tempfile
 import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import suppress
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 import identities
 from check import OPTIONS, _bounds, _line, _race, _waits, started, with_lines
 from ptx import has_asm, translate_preprocessed
-from cu2cpp import (TranslationError, _closing, code_of, device_bodies, functions_of, kernel_heads, kernels_of,
-                    translate_foreign)
+from cu2cpp import (TranslationError, _closing, code_of, device_bodies, functions_of, global_kernels_of, kernel_heads,
+                    kernels_of, translate_foreign)
 from two_versions import two_versions
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -58,6 +59,12 @@ _OPENMP = re.compile(r"^[ \t]*#[ \t]*(?:pragma[ \t]+omp\b|include[ \t]*<omp\.h>)
 # A macro that stands for words of CUDA, which the translation has to see.
 _WORDS = re.compile(r"^[ \t]*#[ \t]*define[ \t]+(\w+)[ \t]+((?:(?:static|inline|extern|void|const)[ \t]+)*__(?:global|shared)__"
                     r"(?:[ \t]+(?:static|inline|void|const))*)[ \t]*$", re.MULTILINE)
+# What a program reads its standard input by. Of one that has none of it nothing is taken from a terminal or a pipe.
+_READS = re.compile(r"\b(?:cin|stdin|v?scanf|getchar(?:_unlocked)?|gets|read|readv|STDIN_FILENO)\b|/dev/(?:stdin|fd|tty)|self/fd")
+_USES_STD = re.compile(r"\busing\s+(?:namespace\s+)?(?:::\s*)?std\b")
+# Functions of the C library that return nothing, as kernels do.
+OF_C = {"abort", "bcopy", "bzero", "clearerr", "exit", "free", "perror", "qsort", "rewind", "setbuf", "srand", "swab", "sync",
+        "sincos", "sincosf", "tzset"}
 _BY_ADDRESS = re.compile(r"\bcudaKernelNodeParams\b|\bcudaLaunch(?:KernelExC|Kernel|CooperativeKernel)\s*\(")
 # What the CPU backend has not, by the header that says so, or by a word of the program.
 MISSING_HEADERS = [
@@ -167,6 +174,8 @@ class Sources:
             names, special = kernels_of(text)
             self.special |= special | (self.kernels & names if len(self.files) == 1 else set())
             self.kernels |= names
+        self.global_kernels = set()
+        self._tell_kernels_from_libraries()
         self._refuse_nested_launches()
         self._refuse_host_code()
 
@@ -176,6 +185,15 @@ class Sources:
             if folder and file.is_relative_to(folder):
                 return str(file.relative_to(folder))
         return os.path.relpath(file, self.base)
+
+    def _tell_kernels_from_libraries(self):
+        """A kernel's name may be that of a function of a library, too, which the launch must not find."""
+        self.special |= self.kernels & OF_C
+        if any(map(_USES_STD.search, self.texts.values())):
+            outside, inside = zip(*map(global_kernels_of, self.texts.values()))
+            inside = set().union(*inside)
+            self.global_kernels = set().union(*outside) - inside
+            self.special |= inside
 
     def _expand_words(self):
         """Writes __global__ and __shared__ where the program has a macro that stands for them."""
@@ -331,7 +349,7 @@ class Sources:
 
             try:
                 new = translate_foreign(_INCLUDE.sub(include, text), self.name(file), self.special, self.kernels,
-                                        self.by_address)
+                                        self.by_address, self.global_kernels)
             except TranslationError as error:
                 raise Refusal(f"{error}. {PAGE} lists what the CPU backend can do.", 1) from None
             if self.needs_main and file == self.files[0]:
@@ -575,8 +593,66 @@ def compile_error(output, sources):
 # ---- Running ---------------------------------------------------------------------------------------
 
 
-def run(program, arguments, seconds, report=None, shown=False):
-    """(exit code, or None after so many seconds; stderr; report's lines). What it prints is shown, or not."""
+class Input:
+    """The standard input of ./try, which each run of the program reads from the start."""
+
+    def __init__(self, sources):
+        self.file = self.begin = None
+        self.first = True
+        with suppress(OSError):
+            self.begin = os.lseek(0, 0, os.SEEK_CUR)  # of a file; others have no place to go back to
+        reads = any(map(_READS.search, sources.texts.values()))
+        if self.begin is None and reads:
+            self.file = tempfile.TemporaryFile()  # what the first run was given
+
+    @contextmanager
+    def of_a_run(self):
+        """What the next run's standard input is."""
+        first, self.first = self.first, False
+        if self.begin is not None:
+            os.lseek(0, self.begin, os.SEEK_SET)
+            yield 0
+        elif self.file is None:
+            yield subprocess.DEVNULL
+        elif not first:
+            self.file.seek(0)
+            yield self.file
+        else:
+            with self._copied() as theirs:
+                yield theirs
+
+    @contextmanager
+    def _copied(self):
+        """The reading end of a pipe, into which what comes is copied meanwhile."""
+        theirs, ours = os.pipe()
+        ended, end = os.pipe()
+        copier = threading.Thread(target=self._copy, args=(ours, ended))
+        copier.start()
+        try:
+            yield theirs
+        finally:
+            os.close(theirs)  # a copier that writes sees that nobody reads
+            os.write(end, b".")
+            copier.join()
+            os.close(ended)
+            os.close(end)
+
+    def _copy(self, ours, ended):
+        with open(ours, "wb", buffering=0) as pipe, suppress(OSError):
+            while ended not in (ready := select.select([0, ended], [], [])[0]):
+                if os.isatty(0) and os.tcgetpgrp(0) != os.getpgrp():
+                    time.sleep(0.1)  # in the background: what is typed is for somebody else
+                elif not (piece := os.read(0, 1 << 14)):
+                    return
+                else:
+                    self.file.write(piece)
+                    self.file.flush()
+                    pipe.write(piece)
+
+
+def run(program, arguments, seconds, given, report=None, shown=False):
+    """(exit code, or None after so many seconds; stderr; report's lines). It reads what is `given`, an Input. What it
+    prints is shown, or not."""
     # Large arrays in large pages: half of the time of a program that only copies is that of getting its pages.
     pages = ":".join(filter(None, [os.environ.get("GLIBC_TUNABLES"), "glibc.malloc.hugetlb=1"]))
     # Memory of the host from new[] that goes to free() is no stray access.
@@ -590,7 +666,8 @@ def run(program, arguments, seconds, report=None, shown=False):
     with tempfile.TemporaryFile() as errors:
         output = None if shown else subprocess.DEVNULL
         rc = None
-        with started(command, env=environment, stdout=output, stderr=None if shown else errors) as process:
+        with given.of_a_run() as read_from, started(command, env=environment, stdin=read_from, stdout=output,
+                                                    stderr=None if shown else errors) as process:
             try:
                 rc = process.wait(seconds + 10)
             except subprocess.TimeoutExpired:
@@ -598,7 +675,7 @@ def run(program, arguments, seconds, report=None, shown=False):
         errors.seek(0)
         printed = errors.read(8 << 20).decode(errors="replace")
     if "unexpected memory mapping" in printed and shutil.which("setarch") and program != "setarch":
-        return run("setarch", ["-R", *command], seconds, report, shown)
+        return run("setarch", ["-R", *command], seconds, given, report, shown)
     lines = []
     if report and report.exists():
         lines = [line.split("\t") for line in report.read_text(errors="replace").splitlines()]
@@ -747,13 +824,13 @@ def leaks(report):
                 + (f", asked for at {where}" if where else "") + ".")
 
 
-def sanitizers(builds, folder, arguments, texts, seconds):
+def sanitizers(builds, folder, arguments, given, texts, seconds):
     """What the two other builds find, in sentences."""
     lines = next(iter(texts.values()))
     found = []
     for build, built in builds.items():
         program, what = built.result(), SANITIZERS[build]
-        rc, printed, report = run(program, arguments, seconds, folder / f"report-{build}")
+        rc, printed, report = run(program, arguments, seconds, given, folder / f"report-{build}")
         printed = with_lines(printed, program)
         if "ThreadSanitizer: data race" in printed:
             found.append(_race(printed, lines))
@@ -791,7 +868,7 @@ def is_toolkit(folder):
     return (folder / "cuda_runtime.h").is_file() and (folder / "crt").is_dir()
 
 
-def on_the_gpu(sources, arguments, options, folder, seconds):
+def on_the_gpu(sources, arguments, given, options, folder, seconds):
     """The same files through nvcc, where there is a GPU to run them."""
     files = sources.files
     nvcc = nvcc_path()
@@ -811,7 +888,7 @@ def on_the_gpu(sources, arguments, options, folder, seconds):
     if built.returncode:
         say("nvcc refuses it:\n" + "\n".join((built.stdout + built.stderr).splitlines()[:10]))
         return 1
-    return run(program, arguments, seconds, shown=True)[0]
+    return run(program, arguments, seconds, given, shown=True)[0]
 
 
 # ---- A file without a main() -----------------------------------------------------------------------
@@ -928,7 +1005,8 @@ def tried(doc):
     builds = {name: pool.submit(build_program, name, sources, written, options, folder) for name in names}
     report_file = folder / "report"
     report_file.unlink(missing_ok=True)
-    rc, _, report = run(program, arguments, given.seconds, report_file, shown=True)
+    standard_input = Input(sources)
+    rc, _, report = run(program, arguments, given.seconds, standard_input, report_file, shown=True)
     say()
     table(report)
     worst(report, texts)
@@ -942,7 +1020,7 @@ def tried(doc):
     leaks(report)
     ended = not any(each[0] == "time" for each in report) and rc is not None
     if builds and ended and all(each.startswith(WITHOUT_ENDED) for each in found):
-        more = sanitizers(builds, folder, arguments, texts, given.seconds)
+        more = sanitizers(builds, folder, arguments, standard_input, texts, given.seconds)
         for each in more:
             say(each)
         found += more
@@ -952,5 +1030,5 @@ def tried(doc):
     pool.shutdown(cancel_futures=True)
     if rc not in (0, None) and not found:
         say(f"The program ended with exit code {rc}.")
-    gpu = on_the_gpu(sources, arguments, options, folder, given.seconds) if not found else 0
+    gpu = on_the_gpu(sources, arguments, standard_input, options, folder, given.seconds) if not found else 0
     return 1 if found or rc or gpu else 0

@@ -233,14 +233,15 @@ def _say(text):
 
 
 @contextmanager
-def started(command, **options):
-    """A process, and all that it starts. They end with the block, however that ends."""
+def started(command, stdin=subprocess.DEVNULL, **options):
+    """A process, and all that it starts. They end with the block, however that ends. There is nothing to read for it,
+    if it is not said what is."""
     came = []  # meanwhile: it must not be started and forgotten
     ours = threading.current_thread() is threading.main_thread()  # others get no signals, and may set none
     handlers = {number: signal.signal(number, lambda number, _: came.append(number))
                 for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP) if ours}
     try:
-        process = subprocess.Popen(command, stdin=subprocess.DEVNULL, start_new_session=True, **options)
+        process = subprocess.Popen(command, stdin=stdin, start_new_session=True, **options)
     finally:
         for number, handler in handlers.items():
             signal.signal(number, handler)
