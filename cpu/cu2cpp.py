@@ -113,64 +113,15 @@ def kernel_heads(code: str):
         yield match["name"], template[1] if template else "", code[match.end() : _closing(code, match.end() - 1)]
 
 
-def _definitions(code):
-    """(name, what stands before it, where its body begins and ends) of each function outside of classes."""
-    flat = _without_directives(code)
-    depth = begin = 0
-    for each in re.finditer(r"[;{}]", flat):
-        head = flat[begin : each.start()]
-        if each[0] == "{":
-            namespace = depth == 0 and re.search(r"\bnamespace\b[\w\s:]*$|\bextern\s*$", head)
-            if depth == 0 and not namespace:
-                short = _without_arguments(head)
-                if named := _NAMED.search(short):
-                    yield named[1], short[: named.start(1)], each.end(), _closing(flat, each.start(), "{}")
-            depth += not namespace
-        elif each[0] == "}":
-            depth = max(0, depth - 1)
-        begin = each.end()
-
-
-def functions_of(code: str):
-    """(the functions of the host alone, the functions of the device). A template, or what has a word in capitals
-    before its name, which may be a macro, is not one of the host alone."""
-    hosts, devices = set(), set(re.findall(r"__device__[^;{}()]*?\b(\w+)\s*\(", code))
-    for name, before, _, _ in _definitions(code):
-        if re.search(r"__device__|__global__|\b(?:constexpr|template)\b|\b[A-Z][A-Z0-9_]+\b", before):
-            devices.add(name)
-        elif re.search(r"\w", before):
-            hosts.add(name)
-    return hosts, devices
-
-
-def device_bodies(code: str):
-    """(name, begin, end) of the body of each kernel, and of each function for the device alone."""
-    for name, before, begin, end in _definitions(code):
-        if re.search(r"\b__(?:global|device)__\b", before) and "__host__" not in before and not re.search(
-                r"\b[A-Z][A-Z0-9_]+\b", before):
-            yield name, begin, end
-
-
-_NAMED = re.compile(r"(?<![:~\w])([A-Za-z_]\w*)\s*\(\)\s*(?:const\s*|noexcept\s*)*$")
-
-
 def _without_directives(code):
     """The code with nothing where the preprocessor has its lines."""
     return re.sub(r"^[ \t]*#(?:[^\n\\]|\\.|\\\n)*", _blank, code, flags=re.MULTILINE)
 
 
-def _without_arguments(head):
-    """The head of a function, with nothing between its parentheses."""
-    inner = re.compile(r"\([^()]+\)")
-    while inner.search(head):
-        head = inner.sub(lambda match: "()" if match.start() == 0 or head[match.start() - 1] not in "(," else "", head)
-    return re.sub(r"\(\(\)\)", "()", head)
-
-
 _KERNEL = re.compile(
     r"(?P<template>\btemplate\s*<[^;{}]*>\s*)?(?:(?:static|inline|extern|__host__|void)\s+)*"
-    r"__global__\s+(?:[\w\s]|__\w+__\s*\([^()]*(?:\([^()]*\)[^()]*)*\))*?\bvoid\s+"
-    r"(?:__\w+__\s*\([^()]*(?:\([^()]*\)[^()]*)*\)\s*)?(?P<name>\w+)\s*\("
+    r"__global__\s+(?:[\w\s]|\w+\s*\([^()]*(?:\([^()]*\)[^()]*)*\))*?\bvoid\s+"
+    r"(?:[A-Z_]\w*\s+)*(?:[A-Z_]\w*\s*\([^()]*(?:\([^()]*\)[^()]*)*\)\s*)*(?P<name>\w+)\s*\("
 )
 
 
@@ -259,6 +210,9 @@ class _Translation:
         cluster = bounds = ""
         if self._only_a_word(position):
             return
+        if result := re.match(r"\s*(?:(?:static|inline|extern|const|unsigned|signed)\s+)*((?:int|float|double|bool|char|long"
+                              r"|short|unsigned|size_t)\b[\s*]*|\w+\s*\*+\s*)\w+\s*\(", self.code[position:]):
+            self._fail(position, f"a kernel returns void, and nothing else; nvcc refuses {' '.join(result[1].split())}, too")
         while match := re.compile(r"(\w*)\s*([({;])").search(self.code, position):
             if match[2] == ";":
                 return  # only a declaration
@@ -537,10 +491,10 @@ def _depth(code, position):
 def _closing(code, opening, pair="()"):
     """The position of the parenthesis, or of what `pair` names, that closes the one at `opening`."""
     depth = 0
-    for position in range(opening, len(code)):
-        depth += (code[position] == pair[0]) - (code[position] == pair[1])
+    for match in re.compile(rf"[{re.escape(pair)}]").finditer(code, opening):
+        depth += 1 if match[0] == pair[0] else -1
         if depth == 0:
-            return position
+            return match.start()
     return len(code) - 1
 
 

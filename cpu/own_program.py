@@ -21,10 +21,12 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 
 import identities
-from check import OPTIONS, _bounds, _line, _race, _waits, started, with_lines
+from check import OPTIONS, Files, _bounds, _line, _race, _waits, started, with_lines
 from ptx import has_asm, translate_preprocessed
-from cu2cpp import (TranslationError, _closing, code_of, device_bodies, functions_of, global_kernels_of, kernel_heads,
-                    kernels_of, translate_foreign)
+from cu2cpp import (TranslationError, _closing, code_of, global_kernels_of, kernel_heads, kernels_of,
+                    translate_foreign)
+from host_and_device import HostAndDevice
+from two_passes import Passes
 from two_versions import two_versions
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -38,7 +40,9 @@ PAGE = "docs/cpu.md"
 WITHOUT_ENDED = "A barrier in"  # how the only mistake begins that does not spoil what comes after it
 CXX = "g++"
 CC = "gcc"
-FLAGS = ["-std=c++20", "-g1", "-w", "-Wno-psabi", "-fno-strict-aliasing", "-DCUDA_CPU_STACK=512"]
+FLAGS = ["-g1", "-w", "-Wno-psabi", "-fno-strict-aliasing", "-fno-lifetime-dse", "-DCUDA_CPU_STACK=512"]
+STANDARDS = ["c++17", "c++20"]  # of programs; the first one is what nvcc takes, too, if none is said
+BACKEND_STANDARD = "-std=c++20"
 # A thread that waits for a volatile variable lets others go on.
 VOLATILE = ["--param=tsan-distinguish-volatile=1"]
 # As SConstruct has them for lessons.
@@ -53,6 +57,7 @@ BUILDS = {
 }
 RUNS_THREADS = ("cuda_cpu.cpp", "hopper.cpp", "counting.cpp", "ledger.cpp", "tsan_identities.cpp")
 PRINTS = ("printf", "__printf_chk", "puts", "putchar")  # what cpu/watch/repeats.cpp has to know of
+HEAP = ("malloc", "free", "_Znwm", "_Znam", "_ZdlPv", "_ZdaPv", "_ZdlPvm", "_ZdaPvm")  # and cpu/watch/device_heap.cpp
 IDENTITIES = identities.link_flags(CXX)  # of the thread sanitizer
 _INCLUDE = re.compile(r'^([ \t]*#[ \t]*include[ \t]*)(?:"([^"\n]+)"|<([^>\n]+)>)', re.MULTILINE)
 _OPENMP = re.compile(r"^[ \t]*#[ \t]*(?:pragma[ \t]+omp\b|include[ \t]*<omp\.h>)", re.MULTILINE)
@@ -61,6 +66,9 @@ _WORDS = re.compile(r"^[ \t]*#[ \t]*define[ \t]+(\w+)[ \t]+((?:(?:static|inline|
                     r"(?:[ \t]+(?:static|inline|void|const))*)[ \t]*$", re.MULTILINE)
 # What a program reads its standard input by. Of one that has none of it nothing is taken from a terminal or a pipe.
 _READS = re.compile(r"\b(?:cin|stdin|v?scanf|getchar(?:_unlocked)?|gets|read|readv|STDIN_FILENO)\b|/dev/(?:stdin|fd|tty)|self/fd")
+# The same for the bounds of a kernel.
+_BOUNDS = re.compile(r"^[ \t]*#[ \t]*define[ \t]+(\w+)(?:\(([\w ,]*)\))?[ \t]+(__(?:launch_bounds|cluster_dims)__[ \t]*"
+                     r"\([^\n]*\))[ \t]*$", re.MULTILINE)
 _USES_STD = re.compile(r"\busing\s+(?:namespace\s+)?(?:::\s*)?std\b")
 # Functions of the C library that return nothing, as kernels do.
 OF_C = {"abort", "bcopy", "bzero", "clearerr", "exit", "free", "perror", "qsort", "rewind", "setbuf", "srand", "swab", "sync",
@@ -100,17 +108,18 @@ MISSING_WORDS = [
 ]
 
 
+# What a mistake can be that nobody looks for here, where the program has such code.
+NOT_LOOKED_AT = [
+    (r"\b__shared__\b", "whether a kernel reads shared memory that nobody has written"),
+    (r"\bvirtual\b", "whether a kernel calls a virtual function of an object that the host has made, which only works here"),
+]
+
+
 # Of a file that has test() in its place: see common/try.h.
 MAIN = """
 #include "common/try.h"
 int main(int count, char** words) { return common::run_tests(test, count, words); }
 """
-
-
-# What a kernel finds in no library of the GPU's.
-HOST_ONLY = re.compile(
-    r"\bthrow\b|\bstd\s*::\s*(?:vector|string|map|set|list|deque|queue|stack|unordered_map|unordered_set|cout|cerr|endl"
-    r"|unique_ptr|shared_ptr|make_unique|make_shared|function|mutex|thread|to_string)\b")
 
 
 class Refusal(Exception):
@@ -177,7 +186,7 @@ class Sources:
         self.global_kernels = set()
         self._tell_kernels_from_libraries()
         self._refuse_nested_launches()
-        self._refuse_host_code()
+        self._refuse_as_nvcc()
 
     def name(self, file):
         """As reports name it: from the folder of the first file, or as an #include names it."""
@@ -196,21 +205,38 @@ class Sources:
             self.special |= inside
 
     def _expand_words(self):
-        """Writes __global__ and __shared__ where the program has a macro that stands for them."""
+        """Writes __global__, __shared__ and a kernel's bounds where the program has a macro that stands for them."""
         words = {match[1]: match[2].strip() for text in self.texts.values() for match in _WORDS.finditer(text)}
-        if not words:
+        bounds = {match[1]: match.groups()[1:] for text in self.texts.values() for match in _BOUNDS.finditer(text)}
+        if not words and not bounds:
             return
-        use = re.compile(rf"\b(?:{'|'.join(words)})\b")
+        arguments = r"[ \t]*\(((?:[^()\n]|\([^()\n]*\))*)\)"
+        use = re.compile("|".join([*(rf"\b{name}\b" for name in words), *(
+            rf"\b{name}\b{arguments if parameters is not None else ''}" for name, (parameters, _) in bounds.items())]))
+
+        def expanded(match):
+            name, _, given = match[0].partition("(")
+            name = name.strip()
+            if name in words:
+                return words[name]
+            parameters, body = bounds[name]
+            values = dict(zip((parameters or "").replace(" ", "").split(","), given[:-1].split(",")))
+            return re.sub(r"\w+", lambda word: values.get(word[0], word[0]), body)
+
         for file, text in self.texts.items():
             if use.search(text):
-                self.texts[file] = "".join(line if line.lstrip().startswith("#") else use.sub(
-                    lambda match: words[match[0]], line) for line in text.splitlines(keepends=True))
+                self.texts[file] = "".join(line if line.lstrip().startswith("#") else use.sub(expanded, line)
+                                           for line in text.splitlines(keepends=True))
 
     def libraries(self):
         """The names of the headers that are in a folder of -I in which the program is not, or in the toolkit's: it uses
         a part of them."""
         folders = [folder for folder in [*self.folders, *self.toolkit, FOREIGN] if not self.base.is_relative_to(folder)]
         return {self.name(file) for file in self.texts if any(map(file.is_relative_to, folders))}
+
+    def library_options(self):
+        """Where the compiler finds libcu++: that of the toolkit, or what we have of it."""
+        return ["-isystem", only_cccl(self.cccl)] if self.cccl else ["-I", FOREIGN / "std"]
 
     def _refuse_version(self, file, text, include):
         name = include[2] or include[3]
@@ -272,10 +298,11 @@ class Sources:
         """(file, line) of all that the preprocessor leaves; None: it stopped, as where a header is missing."""
         seen = set()
         for source in self.files:
-            done = compiler([*flags_of("quick"), "-include", ROOT / "cpu/foreign/prelude.h", *self.options,
+            done = compiler([*flags_of("quick"), "-include", FOREIGN / "prelude.h", *self.options, *self.library_options(),
                              *(word for each in [self.base, *self.folders] for word in ("-I", each)), "-x", "c++", "-E",
                              source])
             if done.returncode:
+                self._refuse_missing_header(done.stderr)
                 return None
             file, number = None, 0
             for line in done.stdout.splitlines():
@@ -286,6 +313,15 @@ class Sources:
                         seen.add((file, number))
                     number += 1
         return seen
+
+    def _refuse_missing_header(self, printed):
+        """A header that is nowhere comes before all that would be said of a program that cannot be read."""
+        missing = re.search(r"fatal error: (.*): No such file or directory", printed)
+        if missing and not self._of_cccl(missing[1]) and not OF_COMPILER.match(missing[1]) and not any(
+                (folder / missing[1]).is_file() for folder in self.toolkit if OF_TOOLKIT.match(missing[1])):
+            for file in self.texts:
+                printed = printed.replace(f"{file}:", f"{self.name(file)}:")
+            raise Refusal(compile_error(printed, self), 1)
 
     def refuse(self, file, text, position, what):
         where = f"{self.name(file)}:{line_of(text, position)}"
@@ -299,33 +335,16 @@ class Sources:
                 if (launch := code.find("<<<", match.end(), end)) >= 0 and self.is_compiled(file, launch):
                     self.refuse(file, text, launch, "launches from a kernel (dynamic parallelism)")
 
-    def _refuse_host_code(self):
-        """What nvcc does not let a kernel do, nor a __device__ function: call a function of the host, use what only the
-        host's library has, throw."""
+    def _refuse_as_nvcc(self):
+        """What is the host's in a kernel, and what is the device's on the host."""
         codes = {file: code_of(text) for file, text in self.texts.items()}
-        functions = {file: functions_of(code) for file, code in codes.items()}
-        devices = set().union(*(names for _, names in functions.values()))
-        for file, code in codes.items():
-            hosts = functions[file][0].union(*(functions[each][0] for each in codes if each not in self.files))
-            for name, begin, end in device_bodies(code):
-                if match := HOST_ONLY.search(code, begin, end):
-                    what = "throws an exception" if match[0] == "throw" else f"uses {''.join(match[0].split())}"
-                    self.refuse_as_nvcc(file, match.start(), f"{name} runs on the GPU, and {what}, which only the host"
-                                        " has")
-                for match in re.finditer(r"(?<![\w.:>])(\w+)\s*\(", code[begin:end]):
-                    called = match[1]
-                    if called in hosts - devices and called not in self.kernels and not re.search(
-                            rf"[\w&*>\]]\s+[&*]?{called}\s*[=({{;,)]|#\s*define\s+{called}\b", code[begin:end]
-                            + " ".join(re.findall(r"^[ \t]*#[ \t]*define.*", code, re.MULTILINE))):
-                        self.refuse_as_nvcc(file, begin + match.start(), f"{name} runs on the GPU, and calls {called}(),"
-                                            " which is a function of the host: it needs __device__")
-
-    def refuse_as_nvcc(self, file, position, what):
-        if not self.is_compiled(file, position):
-            return
-        line = line_of(self.texts[file], position)
-        code = self.texts[file].splitlines()[line - 1].strip()
-        raise Refusal(f"{what}.\n    {self.name(file)}:{line}: {code}", 1)
+        apart = HostAndDevice(codes, set(self.files), self.kernels, {
+            file for file in codes if self._is_cub(file) or any(map(file.is_relative_to, self.toolkit))})
+        for file, position, what in apart.mistakes():
+            if self.is_compiled(file, position):
+                line = line_of(self.texts[file], position)
+                code = self.texts[file].splitlines()[line - 1].strip()
+                raise Refusal(f"{what}.\n    {self.name(file)}:{line}: {code}", 1)
 
     def write(self, folder):
         """Translates all into `folder`; returns the sources to compile."""
@@ -333,6 +352,7 @@ class Sources:
         for number, file in enumerate(self.texts):
             suffix = ".cc" if file in self.files else ".h"
             written[file] = folder / f"{number}_{re.sub(r'[^A-Za-z0-9_]', '_', file.stem)}{suffix}"
+        passes = Passes([text for file, text in self.texts.items() if not self._is_cub(file)])
         for file, text in self.texts.items():
             def include(match):
                 name = match[2] or match[3]
@@ -352,6 +372,8 @@ class Sources:
                                         self.by_address, self.global_kernels)
             except TranslationError as error:
                 raise Refusal(f"{error}. {PAGE} lists what the CPU backend can do.", 1) from None
+            if not self._is_cub(file):
+                new = passes.apart(new, self.name(file))
             if self.needs_main and file == self.files[0]:
                 new += MAIN
             written[file].write_text(new, encoding="utf-8", errors="surrogateescape")
@@ -433,7 +455,7 @@ def build_backend(build, sources, folder):
     work = Path(tempfile.mkdtemp(dir=CACHE))
 
     def one(source):
-        flags = [*FLAGS, *([] if build == "" else BUILDS[build]), *([] if build else ["-O2"])]
+        flags = [BACKEND_STANDARD, *FLAGS, *(BUILDS[build] if build else ["-O2", "-DCUDA_CPU_HAS_HEAP"])]
         if build == "thread" and source.name in RUNS_THREADS:
             flags += ["-fno-sanitize=thread", "-DCUDA_CPU_TSAN=1"]
             flags += [f"-D{identities.MACRO}"] if IDENTITIES else []
@@ -469,7 +491,7 @@ def versions(build):
 
 
 def flags_of(build):
-    return [*FLAGS, *BUILDS[build], capability(), "-Wfatal-errors", "-fpermissive", f"-ffile-prefix-map={ROOT}=.",
+    return [f"-std={STANDARDS[0]}", "-fconcepts", *FLAGS, *BUILDS[build], capability(), "-Wfatal-errors", "-fpermissive", f"-ffile-prefix-map={ROOT}=.",
             "-I", ROOT / "cpu/foreign", "-I", ROOT / "cpu/include", "-I", ROOT]
 
 
@@ -480,13 +502,14 @@ def build_program(build, sources, written, options, folder):
     # The same program is not built twice: its next run may have other arguments.
     sources_now = [*sorted(folder.glob("*_*.[ch]*")), ROOT / "common/try.h", ROOT / "cpu/ptx.py",
                    ROOT / "cpu/two_versions.py", *sorted((ROOT / "cpu/foreign/thrust").rglob("*.h"))]
-    options = [*options, *(["-isystem", only_cccl(sources.cccl)] if sources.cccl else ["-I", ROOT / "cpu/foreign/std"])]
+    options = [*options, *sources.library_options()]
     key = digest(libraries, *map(flags_of, versions(build)), options, *(
         file.read_text(errors="surrogateescape") for file in sources_now))
     built = folder / f"built{'-' + build if build else ''}"
     if program.exists() and built.exists() and built.read_text() == key:
         return program
     built.unlink(missing_ok=True)
+    standard = [each for each in options if str(each).startswith("-std=")]
     late_options = [*sources.openmp]
     if build == "address" and len(sources.texts) > MANY_FILES:
         late_options.append("-fno-sanitize=undefined")
@@ -508,7 +531,7 @@ def build_program(build, sources, written, options, folder):
                                 errors="surrogateescape")
             except TranslationError as error:
                 raise Refusal(f"{error}. {PAGE} lists what the CPU backend can do.", 1) from None
-            flags = [*flags_of(version), f"-ffile-prefix-map={folder}=.", *late_options, "-fpreprocessed", text]
+            flags = [*flags_of(version), f"-ffile-prefix-map={folder}=.", *standard, *late_options, "-fpreprocessed", text]
         return compiler([*flags, *what], cwd=folder)
 
     def refuse_errors(results):
@@ -518,7 +541,7 @@ def build_program(build, sources, written, options, folder):
 
     in_c = [source for source, file in zip(written, sources.files) if file in sources.in_c]
     for source in in_c:
-        done = subprocess.run([CC, "-std=gnu17", "-g1", "-w", "-O2", "-x", "c", *options,
+        done = subprocess.run([CC, "-g1", "-w", "-O2", "-x", "c", *options, "-std=gnu17",
                                *(word for each in [sources.base, *sources.folders] for word in ("-I", str(each))), "-c",
                                source, "-o", source.with_name(f"{source.stem}_c.o")], capture_output=True, text=True,
                               cwd=folder)
@@ -546,7 +569,7 @@ def build_program(build, sources, written, options, folder):
     gold = ["-fuse-ld=gold"] if build and shutil.which("ld.gold") else []
     # The counting build takes what both have of the C++ library from the backend: its own accesses are nobody's.
     first = [] if build else ["-Wl,--whole-archive", libraries / "libbackend.a", "-Wl,--no-whole-archive",
-                              *(f"-Wl,--wrap={name}" for name in PRINTS)]
+                              *(f"-Wl,--wrap={name}" for name in (*PRINTS, *HEAP))]
     linked = compiler([*sanitizer, *gold, *sources.openmp, *first, *objects,
                        *(source.with_name(f"{source.stem}_c.o") for source in in_c), libraries / "libbackend.a",
                        "-lboost_context", "-lpthread", "-o", program])
@@ -587,6 +610,10 @@ def compile_error(output, sources):
                     " mask has a bit for each thread of the warp that comes there, 0xffffffff for all")
         elif re.match(r"cuda|cu[A-Z]|__|tex|atomic|make_|cg$|wmma", missing[1]):
             text = f"the CPU backend does not have {missing[1]} ({PAGE} lists what it has)"
+    elif missing := re.match(r"no matching function for call to .(atomic[A-Z]\w+)\((.*?)\*", text):
+        type_ = {"long unsigned int": "unsigned long", "long int": "long", "long long int": "long long"}.get(
+            missing[2], missing[2])
+        text = f"nvcc refuses {missing[1]}() of a {type_}, too: CUDA has no such function"
     return f"It does not compile: {text}\n    {file}, {_line(lines, number)}"
 
 
@@ -763,9 +790,14 @@ def worst(report, texts):
         say(f"    {file}:{line}: {cost}: {code}")
 
 
+def places_of(texts):
+    """The reader's own files, for what names a line: who looks for a mistake changes no library."""
+    return Files({file: lines for file, lines in texts.items() if not CUB.match(file)})
+
+
 def mistakes(rc, report, texts, seconds):
     """What the first run has found, in sentences."""
-    lines = next(iter(texts.values()))
+    lines = places_of(texts)
     found, refused = [], {}
     for what, *rest in report:
         if what == "failed":
@@ -815,6 +847,14 @@ def sentence(match, texts):
     return f"A mistake in {short(kernel)}, {who}: {text}" + with_code(text, texts)
 
 
+def not_looked_at(sources):
+    """What no run has looked at, although the program has it, in phrases."""
+    codes = [code_of(text) for file, text in sources.texts.items() if not CUB.match(sources.name(file))]
+    for pattern, what in NOT_LOOKED_AT:
+        if any(re.search(pattern, code) for code in codes):
+            yield what
+
+
 def leaks(report):
     for each in report:
         if each[0] == "leak":
@@ -826,7 +866,7 @@ def leaks(report):
 
 def sanitizers(builds, folder, arguments, given, texts, seconds):
     """What the two other builds find, in sentences."""
-    lines = next(iter(texts.values()))
+    lines = places_of(texts)
     found = []
     for build, built in builds.items():
         program, what = built.result(), SANITIZERS[build]
@@ -882,7 +922,8 @@ def on_the_gpu(sources, arguments, given, options, folder, seconds):
         files = [whole, *files[1:]]
     several = ["-rdc=true"] if len(files) > 1 else []
     program = folder / "program-gpu"
-    built = subprocess.run([nvcc, "-std=c++17", "-O3", "-lineinfo", "-arch=native", *several, *options,
+    standard = [] if any(str(each).startswith("-std=") for each in options) else [f"-std={STANDARDS[0]}"]
+    built = subprocess.run([nvcc, *standard, "-O3", "-lineinfo", "-arch=native", *several, *options,
                             *(word for each in [*sources.folders, ROOT] for word in ("-I", str(each))), "-o", str(program),
                             *map(str, files)], capture_output=True, text=True)
     if built.returncode:
@@ -944,6 +985,7 @@ def parse(doc):
     parser.add_argument("files", nargs="+", metavar="FILE.cu")
     parser.add_argument("-I", action="append", default=[], metavar="DIR", help="where headers of the program are")
     parser.add_argument("-D", action="append", default=[], metavar="NAME=VALUE", help="a macro")
+    parser.add_argument("-std", "--std", choices=STANDARDS, help=f"the standard of C++, {STANDARDS[0]} if it is not said")
     less = parser.add_mutually_exclusive_group()
     less.add_argument("--quick", action="store_true", help="only run and count: without the two sanitizers")
     less.add_argument("--race", action="store_true", help="of the two sanitizers only that for races")
@@ -964,7 +1006,8 @@ def parse(doc):
             raise Refusal(f"-I {folder}: there is no such folder")
     if given.seconds < 1:
         raise Refusal(f"--seconds {given.seconds}: at least 1")
-    return files, [Path(folder).resolve() for folder in given.I], [f"-D{each}" for each in given.D], arguments, given
+    options = [f"-D{each}" for each in given.D] + [f"-std={given.std}"] * bool(given.std)
+    return files, [Path(folder).resolve() for folder in given.I], options, arguments, given
 
 
 def main(doc):
@@ -1030,5 +1073,7 @@ def tried(doc):
     pool.shutdown(cancel_futures=True)
     if rc not in (0, None) and not found:
         say(f"The program ended with exit code {rc}.")
+    for each in not_looked_at(sources):
+        say(f"Not looked at: {each}. {PAGE} says more.")
     gpu = on_the_gpu(sources, arguments, standard_input, options, folder, given.seconds) if not found else 0
     return 1 if found or rc or gpu else 0
