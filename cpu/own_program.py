@@ -65,7 +65,8 @@ _OPENMP = re.compile(r"^[ \t]*#[ \t]*(?:pragma[ \t]+omp\b|include[ \t]*<omp\.h>)
 _WORDS = re.compile(r"^[ \t]*#[ \t]*define[ \t]+(\w+)[ \t]+((?:(?:static|inline|extern|void|const)[ \t]+)*__(?:global|shared)__"
                     r"(?:[ \t]+(?:static|inline|void|const))*)[ \t]*$", re.MULTILINE)
 # What a program reads its standard input by. Of one that has none of it nothing is taken from a terminal or a pipe.
-_READS = re.compile(r"\b(?:cin|stdin|v?scanf|getchar(?:_unlocked)?|gets|read|readv|STDIN_FILENO)\b|/dev/(?:stdin|fd|tty)|self/fd")
+_READS = re.compile(r"\b(?:cin|stdin|v?scanf|getchar(?:_unlocked)?|gets|read|readv|STDIN_FILENO)\b"
+                    r"|/dev/(?:stdin|fd|tty)|self/fd")
 # The same for the bounds of a kernel.
 _BOUNDS = re.compile(r"^[ \t]*#[ \t]*define[ \t]+(\w+)(?:\(([\w ,]*)\))?[ \t]+(__(?:launch_bounds|cluster_dims)__[ \t]*"
                      r"\([^\n]*\))[ \t]*$", re.MULTILINE)
@@ -491,8 +492,8 @@ def versions(build):
 
 
 def flags_of(build):
-    return [f"-std={STANDARDS[0]}", "-fconcepts", *FLAGS, *BUILDS[build], capability(), "-Wfatal-errors", "-fpermissive", f"-ffile-prefix-map={ROOT}=.",
-            "-I", ROOT / "cpu/foreign", "-I", ROOT / "cpu/include", "-I", ROOT]
+    return [f"-std={STANDARDS[0]}", "-fconcepts", *FLAGS, *BUILDS[build], capability(), "-Wfatal-errors", "-fpermissive",
+            f"-ffile-prefix-map={ROOT}=.", "-I", ROOT / "cpu/foreign", "-I", ROOT / "cpu/include", "-I", ROOT]
 
 
 def build_program(build, sources, written, options, folder):
@@ -613,7 +614,7 @@ def compile_error(output, sources):
     elif missing := re.match(r"no matching function for call to .(atomic[A-Z]\w+)\((.*?)\*", text):
         type_ = {"long unsigned int": "unsigned long", "long int": "long", "long long int": "long long"}.get(
             missing[2], missing[2])
-        text = f"nvcc refuses {missing[1]}() of a {type_}, too: CUDA has no such function"
+        text = f"nvcc refuses {missing[1]}() for {type_}, too: CUDA has no such function"
     return f"It does not compile: {text}\n    {file}, {_line(lines, number)}"
 
 

@@ -803,7 +803,8 @@ def test_a_race_is_quoted_from_its_file(tmp_path):
 
 
 def test_what_is_not_looked_at_is_said(tried):
-    source = "struct A { virtual int f() { return 1; } };\n" + program(SHARED % ("__shared__ float s[32];", ""), "f<<<1, 32>>>(d)")
+    source = "struct A { virtual int f() { return 1; } };\n"
+    source += program(SHARED % ("__shared__ float s[32];", ""), "f<<<1, 32>>>(d)")
     result = tried(source)
     assert "Not looked at: whether a kernel reads shared memory that nobody has written" in result.stdout, result.stdout
     assert "Not looked at: whether a kernel calls a virtual function" in result.stdout and result.rc == 0
@@ -1814,14 +1815,19 @@ REFUSALS = {
         "f runs on the GPU, and uses w, which is a variable of the host",
     "__constant__ float w[2];\nint main() {\n  w[1] = 2;\n}\n":
         r"main runs on the host, and writes w, which is the GPU's: cudaMemcpyToSymbol\(\) .*\n    program.cu:3: ",
-    "__device__ int n;\nint main() { int mine = 1 + n; return mine; }\n": "main runs on the host, and reads n, which is the GPU's",
-    "__constant__ int n;\n__global__ void f() { n = 2; }\nint main() {}\n": "f runs on the GPU, and writes n, which is __constant__",
-    "__device__ int g() { return 1; }\nint main() { return g(); }\n": r"main runs on the host, and calls g\(\), which only the GPU",
-    "int main() { int x = 0; atomicAdd(&x, 1); }\n": r"main runs on the host, and calls atomicAdd\(\), which only the GPU has",
+    "__device__ int n;\nint main() { int mine = 1 + n; return mine; }\n":
+        "main runs on the host, and reads n, which is the GPU's",
+    "__constant__ int n;\n__global__ void f() { n = 2; }\nint main() {}\n":
+        "f runs on the GPU, and writes n, which is __constant__",
+    "__device__ int g() { return 1; }\nint main() { return g(); }\n":
+        r"main runs on the host, and calls g\(\), which only the GPU",
+    "int main() { int x = 0; atomicAdd(&x, 1); }\n":
+        r"main runs on the host, and calls atomicAdd\(\), which only the GPU has",
     "int main() { return threadIdx.x; }\n": "main runs on the host, where there is no threadIdx",
     "__global__ void f(float* x) { atomicMax(x, 1.0f); }\nint main() {}\n":
-        r"nvcc refuses atomicMax\(\) of a float, too: CUDA has no such function\n    program.cu, line 1",
-    "__global__ void f(size_t* x) { atomicAdd(x, 1); }\nint main() {}\n": r"nvcc refuses atomicAdd\(\) of a unsigned long, too",
+        r"nvcc refuses atomicMax\(\) for float, too: CUDA has no such function\n    program.cu, line 1",
+    "__global__ void f(size_t* x) { atomicAdd(x, 1); }\nint main() {}\n":
+        r"nvcc refuses atomicAdd\(\) for unsigned long, too",
     "__global__ void f(int* x) { x[0] = __shfl(x[0], 0); }\nint main() {}\n":
         r"nvcc refuses __shfl\(\), too, .* write __shfl_sync\(mask",
 }
