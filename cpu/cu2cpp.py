@@ -58,13 +58,15 @@ def translate(text: str, path: str) -> str:
     return _Translation(text, path).result()
 
 
-def translate_foreign(text: str, path: str, through_call=frozenset(), kernels=frozenset(), known=False) -> str:
+def translate_foreign(text: str, path: str, through_call=frozenset(), kernels=frozenset(), known=False,
+                      global_kernels=frozenset()) -> str:
     """The same of what others have written, who know more forms than our own sources have: several
     __shared__ variables in a statement, and launches that need a call as C++ has it, of the kernels
     that `through_call` names (templates whose arguments are deduced, overloads, default arguments).
     `kernels` are the names of all kernels of the program. known: it launches kernels by their address
-    alone."""
-    return _ForeignTranslation(text, path, through_call, kernels, known).result()
+    alone. global_kernels: those that a launch names with :: before them, since a library may have
+    functions of the same name."""
+    return _ForeignTranslation(text, path, through_call, kernels, known, global_kernels).result()
 
 
 def code_of(text: str) -> str:
@@ -93,6 +95,17 @@ def kernels_of(text: str):
     return set(names), special
 
 
+def global_kernels_of(text: str):
+    """The names of the kernels in it that are in no namespace, and of those that are in one."""
+    code = code_of(text)
+    flat = _without_directives(code)
+    outside, inside = set(), set()
+    for match in _KERNEL.finditer(code):
+        before = flat[: match.start()]
+        (inside if before.count("{") > before.count("}") else outside).add(match["name"])
+    return outside, inside
+
+
 def kernel_heads(code: str):
     """(name, template parameters, parameters) of each kernel in code without comments."""
     for match in _KERNEL.finditer(code):
@@ -100,64 +113,15 @@ def kernel_heads(code: str):
         yield match["name"], template[1] if template else "", code[match.end() : _closing(code, match.end() - 1)]
 
 
-def _definitions(code):
-    """(name, what stands before it, where its body begins and ends) of each function outside of classes."""
-    flat = _without_directives(code)
-    depth = begin = 0
-    for each in re.finditer(r"[;{}]", flat):
-        head = flat[begin : each.start()]
-        if each[0] == "{":
-            namespace = depth == 0 and re.search(r"\bnamespace\b[\w\s:]*$|\bextern\s*$", head)
-            if depth == 0 and not namespace:
-                short = _without_arguments(head)
-                if named := _NAMED.search(short):
-                    yield named[1], short[: named.start(1)], each.end(), _closing(flat, each.start(), "{}")
-            depth += not namespace
-        elif each[0] == "}":
-            depth = max(0, depth - 1)
-        begin = each.end()
-
-
-def functions_of(code: str):
-    """(the functions of the host alone, the functions of the device). A template, or what has a word in capitals
-    before its name, which may be a macro, is not one of the host alone."""
-    hosts, devices = set(), set(re.findall(r"__device__[^;{}()]*?\b(\w+)\s*\(", code))
-    for name, before, _, _ in _definitions(code):
-        if re.search(r"__device__|__global__|\b(?:constexpr|template)\b|\b[A-Z][A-Z0-9_]+\b", before):
-            devices.add(name)
-        elif re.search(r"\w", before):
-            hosts.add(name)
-    return hosts, devices
-
-
-def device_bodies(code: str):
-    """(name, begin, end) of the body of each kernel, and of each function for the device alone."""
-    for name, before, begin, end in _definitions(code):
-        if re.search(r"\b__(?:global|device)__\b", before) and "__host__" not in before and not re.search(
-                r"\b[A-Z][A-Z0-9_]+\b", before):
-            yield name, begin, end
-
-
-_NAMED = re.compile(r"(?<![:~\w])([A-Za-z_]\w*)\s*\(\)\s*(?:const\s*|noexcept\s*)*$")
-
-
 def _without_directives(code):
     """The code with nothing where the preprocessor has its lines."""
     return re.sub(r"^[ \t]*#(?:[^\n\\]|\\.|\\\n)*", _blank, code, flags=re.MULTILINE)
 
 
-def _without_arguments(head):
-    """The head of a function, with nothing between its parentheses."""
-    inner = re.compile(r"\([^()]+\)")
-    while inner.search(head):
-        head = inner.sub(lambda match: "()" if match.start() == 0 or head[match.start() - 1] not in "(," else "", head)
-    return re.sub(r"\(\(\)\)", "()", head)
-
-
 _KERNEL = re.compile(
     r"(?P<template>\btemplate\s*<[^;{}]*>\s*)?(?:(?:static|inline|extern|__host__|void)\s+)*"
-    r"__global__\s+(?:[\w\s]|__\w+__\s*\([^()]*(?:\([^()]*\)[^()]*)*\))*?\bvoid\s+"
-    r"(?:__\w+__\s*\([^()]*(?:\([^()]*\)[^()]*)*\)\s*)?(?P<name>\w+)\s*\("
+    r"__global__\s+(?:[\w\s]|\w+\s*\([^()]*(?:\([^()]*\)[^()]*)*\))*?\bvoid\s+"
+    r"(?:[A-Z_]\w*\s+)*(?:[A-Z_]\w*\s*\([^()]*(?:\([^()]*\)[^()]*)*\)\s*)*(?P<name>\w+)\s*\("
 )
 
 
@@ -246,6 +210,9 @@ class _Translation:
         cluster = bounds = ""
         if self._only_a_word(position):
             return
+        if result := re.match(r"\s*(?:(?:static|inline|extern|const|unsigned|signed)\s+)*((?:int|float|double|bool|char|long"
+                              r"|short|unsigned|size_t)\b[\s*]*|\w+\s*\*+\s*)\w+\s*\(", self.code[position:]):
+            self._fail(position, f"a kernel returns void, and nothing else; nvcc refuses {' '.join(result[1].split())}, too")
         while match := re.compile(r"(\w*)\s*([({;])").search(self.code, position):
             if match[2] == ";":
                 return  # only a declaration
@@ -304,8 +271,9 @@ class _Translation:
 
 
 class _ForeignTranslation(_Translation):
-    def __init__(self, text, path, through_call, kernels, known):
+    def __init__(self, text, path, through_call, kernels, known, global_kernels):
         super().__init__(text, path)
+        self.global_kernels = global_kernels
         self.known = known
         self.through_call = through_call
         self.kernels = kernels
@@ -335,6 +303,8 @@ class _ForeignTranslation(_Translation):
         simple = re.fullmatch(r"(?:\w+::)*\w+(?:\s*<.*>)?", kernel, re.DOTALL)
         name = re.sub(r"<.*", "", kernel, flags=re.DOTALL).strip().rpartition("::")[2]
         macro = any("__VA_ARGS__" in self.code[a:b] for a, b in arguments)
+        outer = "::" if name in self.global_kernels and re.match(rf"{name}\b", kernel) and not self._is_local(
+            name, first) else ""
         if simple and name in self.through_call and not macro:
             config = self.text[start + 3 : position].replace("\n", " ")
             captured, passed = [], []
@@ -348,16 +318,30 @@ class _ForeignTranslation(_Translation):
                 else:
                     captured.append(f", cuda_cpu_{k} = cuda_cpu::argument({argument})")
                     passed.append(f"cuda_cpu_{k}")
-            own = self.text[first:start].strip()
+            own = outer + self.text[first:start].strip()
             self._replace(first, close + 1, (
                 f"cuda_cpu::call(cuda_cpu::launch({config}), [={''.join(captured)}] "
                 f"{{ {own}({', '.join(passed)}); }})"))
             return
+        if outer:
+            self._replace(first, first, f" {outer}")
         self._replace(start, start + 3, "->*cuda_cpu::launch(")
         self._replace(position, end.end(), ")(")
         for a, b in arguments:
             if self.code[a:b].strip() in ("0", "NULL"):
                 self._replace(a, b, "cuda_cpu::Zero()")
+
+    def _is_local(self, name, position):
+        """Whether the function around `position` has a parameter or a variable of this name."""
+        depth, begin = 0, 0
+        for brace in re.finditer(r"[;{}]", self.code[:position]):
+            if brace[0] == "}":
+                depth -= 1
+            if depth == 0:
+                begin = brace.end() if brace[0] != "{" else begin
+            depth += brace[0] == "{"
+        return re.search(rf"[\w>]\s*[\s&*]\s*{name}\s*[,)=;{{]|\(\s*\*\s*{name}\s*\)",
+                         self.code[begin:position]) is not None
 
     def _known(self, body):
         heads = [match for match in _KERNEL.finditer(_without_directives(self.code)) if match.end() <= body]
@@ -507,10 +491,10 @@ def _depth(code, position):
 def _closing(code, opening, pair="()"):
     """The position of the parenthesis, or of what `pair` names, that closes the one at `opening`."""
     depth = 0
-    for position in range(opening, len(code)):
-        depth += (code[position] == pair[0]) - (code[position] == pair[1])
+    for match in re.compile(rf"[{re.escape(pair)}]").finditer(code, opening):
+        depth += 1 if match[0] == pair[0] else -1
         if depth == 0:
-            return position
+            return match.start()
     return len(code) - 1
 
 

@@ -8,6 +8,7 @@ import hashlib
 import os
 import platform
 import re
+import select
 import shutil
 import signal
 import subprocess
@@ -16,14 +17,16 @@ import tempfile
 import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import suppress
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 import identities
-from check import OPTIONS, _bounds, _line, _race, _waits, started, with_lines
+from check import OPTIONS, Files, _bounds, _line, _race, _waits, started, with_lines
 from ptx import has_asm, translate_preprocessed
-from cu2cpp import (TranslationError, _closing, code_of, device_bodies, functions_of, kernel_heads, kernels_of,
+from cu2cpp import (TranslationError, _closing, code_of, global_kernels_of, kernel_heads, kernels_of,
                     translate_foreign)
+from host_and_device import HostAndDevice
+from two_passes import Passes
 from two_versions import two_versions
 from unasked import with_unasked
 
@@ -45,7 +48,9 @@ NOT_LOOKED_AT = ("    Not looked at: the order of the nodes of a graph; what lib
                  f" blocks. {PAGE} says more.")
 CXX = "g++"
 CC = "gcc"
-FLAGS = ["-std=c++20", "-g1", "-w", "-Wno-psabi", "-fno-strict-aliasing", "-DCUDA_CPU_STACK=512"]
+FLAGS = ["-g1", "-w", "-Wno-psabi", "-fno-strict-aliasing", "-fno-lifetime-dse", "-DCUDA_CPU_STACK=512"]
+STANDARDS = ["c++17", "c++20"]  # of programs; the first one is what nvcc takes, too, if none is said
+BACKEND_STANDARD = "-std=c++20"
 # A thread that waits for a volatile variable lets others go on.
 VOLATILE = ["--param=tsan-distinguish-volatile=1"]
 # As SConstruct has them for lessons.
@@ -60,12 +65,23 @@ BUILDS = {
 }
 RUNS_THREADS = ("cuda_cpu.cpp", "fences.cpp", "hopper.cpp", "counting.cpp", "ledger.cpp", "tsan_identities.cpp")
 PRINTS = ("printf", "__printf_chk", "puts", "putchar")  # what cpu/watch/repeats.cpp has to know of
+HEAP = ("malloc", "free", "_Znwm", "_Znam", "_ZdlPv", "_ZdaPv", "_ZdlPvm", "_ZdaPvm")  # and cpu/watch/device_heap.cpp
 IDENTITIES = identities.link_flags(CXX)  # of the thread sanitizer
 _INCLUDE = re.compile(r'^([ \t]*#[ \t]*include[ \t]*)(?:"([^"\n]+)"|<([^>\n]+)>)', re.MULTILINE)
 _OPENMP = re.compile(r"^[ \t]*#[ \t]*(?:pragma[ \t]+omp\b|include[ \t]*<omp\.h>)", re.MULTILINE)
 # A macro that stands for words of CUDA, which the translation has to see.
 _WORDS = re.compile(r"^[ \t]*#[ \t]*define[ \t]+(\w+)[ \t]+((?:(?:static|inline|extern|void|const)[ \t]+)*__(?:global|shared)__"
                     r"(?:[ \t]+(?:static|inline|void|const))*)[ \t]*$", re.MULTILINE)
+# What a program reads its standard input by. Of one that has none of it nothing is taken from a terminal or a pipe.
+_READS = re.compile(r"\b(?:cin|stdin|v?scanf|getchar(?:_unlocked)?|gets|read|readv|STDIN_FILENO)\b"
+                    r"|/dev/(?:stdin|fd|tty)|self/fd")
+# The same for the bounds of a kernel.
+_BOUNDS = re.compile(r"^[ \t]*#[ \t]*define[ \t]+(\w+)(?:\(([\w ,]*)\))?[ \t]+(__(?:launch_bounds|cluster_dims)__[ \t]*"
+                     r"\([^\n]*\))[ \t]*$", re.MULTILINE)
+_USES_STD = re.compile(r"\busing\s+(?:namespace\s+)?(?:::\s*)?std\b")
+# Functions of the C library that return nothing, as kernels do.
+OF_C = {"abort", "bcopy", "bzero", "clearerr", "exit", "free", "perror", "qsort", "rewind", "setbuf", "srand", "swab", "sync",
+        "sincos", "sincosf", "tzset"}
 _BY_ADDRESS = re.compile(r"\bcudaKernelNodeParams\b|\bcudaLaunch(?:KernelExC|Kernel|CooperativeKernel)\s*\(")
 # What the CPU backend has not, by the header that says so, or by a word of the program.
 MISSING_HEADERS = [
@@ -101,17 +117,18 @@ MISSING_WORDS = [
 ]
 
 
+# What a mistake can be that nobody looks for here, where the program has such code.
+NOT_LOOKED_AT = [
+    (r"\b__shared__\b", "whether a kernel reads shared memory that nobody has written"),
+    (r"\bvirtual\b", "whether a kernel calls a virtual function of an object that the host has made, which only works here"),
+]
+
+
 # Of a file that has test() in its place: see common/try.h.
 MAIN = """
 #include "common/try.h"
 int main(int count, char** words) { return common::run_tests(test, count, words); }
 """
-
-
-# What a kernel finds in no library of the GPU's.
-HOST_ONLY = re.compile(
-    r"\bthrow\b|\bstd\s*::\s*(?:vector|string|map|set|list|deque|queue|stack|unordered_map|unordered_set|cout|cerr|endl"
-    r"|unique_ptr|shared_ptr|make_unique|make_shared|function|mutex|thread|to_string)\b")
 
 
 class Refusal(Exception):
@@ -175,8 +192,10 @@ class Sources:
             names, special = kernels_of(text)
             self.special |= special | (self.kernels & names if len(self.files) == 1 else set())
             self.kernels |= names
+        self.global_kernels = set()
+        self._tell_kernels_from_libraries()
         self._refuse_nested_launches()
-        self._refuse_host_code()
+        self._refuse_as_nvcc()
 
     def name(self, file):
         """As reports name it: from the folder of the first file, or as an #include names it."""
@@ -185,22 +204,48 @@ class Sources:
                 return str(file.relative_to(folder))
         return os.path.relpath(file, self.base)
 
+    def _tell_kernels_from_libraries(self):
+        """A kernel's name may be that of a function of a library, too, which the launch must not find."""
+        self.special |= self.kernels & OF_C
+        if any(map(_USES_STD.search, self.texts.values())):
+            outside, inside = zip(*map(global_kernels_of, self.texts.values()))
+            inside = set().union(*inside)
+            self.global_kernels = set().union(*outside) - inside
+            self.special |= inside
+
     def _expand_words(self):
-        """Writes __global__ and __shared__ where the program has a macro that stands for them."""
+        """Writes __global__, __shared__ and a kernel's bounds where the program has a macro that stands for them."""
         words = {match[1]: match[2].strip() for text in self.texts.values() for match in _WORDS.finditer(text)}
-        if not words:
+        bounds = {match[1]: match.groups()[1:] for text in self.texts.values() for match in _BOUNDS.finditer(text)}
+        if not words and not bounds:
             return
-        use = re.compile(rf"\b(?:{'|'.join(words)})\b")
+        arguments = r"[ \t]*\(((?:[^()\n]|\([^()\n]*\))*)\)"
+        use = re.compile("|".join([*(rf"\b{name}\b" for name in words), *(
+            rf"\b{name}\b{arguments if parameters is not None else ''}" for name, (parameters, _) in bounds.items())]))
+
+        def expanded(match):
+            name, _, given = match[0].partition("(")
+            name = name.strip()
+            if name in words:
+                return words[name]
+            parameters, body = bounds[name]
+            values = dict(zip((parameters or "").replace(" ", "").split(","), given[:-1].split(",")))
+            return re.sub(r"\w+", lambda word: values.get(word[0], word[0]), body)
+
         for file, text in self.texts.items():
             if use.search(text):
-                self.texts[file] = "".join(line if line.lstrip().startswith("#") else use.sub(
-                    lambda match: words[match[0]], line) for line in text.splitlines(keepends=True))
+                self.texts[file] = "".join(line if line.lstrip().startswith("#") else use.sub(expanded, line)
+                                           for line in text.splitlines(keepends=True))
 
     def libraries(self):
         """The names of the headers that are in a folder of -I in which the program is not, or in the toolkit's: it uses
         a part of them."""
         folders = [folder for folder in [*self.folders, *self.toolkit, FOREIGN] if not self.base.is_relative_to(folder)]
         return {self.name(file) for file in self.texts if any(map(file.is_relative_to, folders))}
+
+    def library_options(self):
+        """Where the compiler finds libcu++: that of the toolkit, or what we have of it."""
+        return ["-isystem", only_cccl(self.cccl)] if self.cccl else ["-I", FOREIGN / "std"]
 
     def _refuse_version(self, file, text, include):
         name = include[2] or include[3]
@@ -262,10 +307,11 @@ class Sources:
         """(file, line) of all that the preprocessor leaves; None: it stopped, as where a header is missing."""
         seen = set()
         for source in self.files:
-            done = compiler([*flags_of("quick"), "-include", ROOT / "cpu/foreign/prelude.h", *self.options,
+            done = compiler([*flags_of("quick"), "-include", FOREIGN / "prelude.h", *self.options, *self.library_options(),
                              *(word for each in [self.base, *self.folders] for word in ("-I", each)), "-x", "c++", "-E",
                              source])
             if done.returncode:
+                self._refuse_missing_header(done.stderr)
                 return None
             file, number = None, 0
             for line in done.stdout.splitlines():
@@ -276,6 +322,15 @@ class Sources:
                         seen.add((file, number))
                     number += 1
         return seen
+
+    def _refuse_missing_header(self, printed):
+        """A header that is nowhere comes before all that would be said of a program that cannot be read."""
+        missing = re.search(r"fatal error: (.*): No such file or directory", printed)
+        if missing and not self._of_cccl(missing[1]) and not OF_COMPILER.match(missing[1]) and not any(
+                (folder / missing[1]).is_file() for folder in self.toolkit if OF_TOOLKIT.match(missing[1])):
+            for file in self.texts:
+                printed = printed.replace(f"{file}:", f"{self.name(file)}:")
+            raise Refusal(compile_error(printed, self), 1)
 
     def refuse(self, file, text, position, what):
         where = f"{self.name(file)}:{line_of(text, position)}"
@@ -289,33 +344,16 @@ class Sources:
                 if (launch := code.find("<<<", match.end(), end)) >= 0 and self.is_compiled(file, launch):
                     self.refuse(file, text, launch, "launches from a kernel (dynamic parallelism)")
 
-    def _refuse_host_code(self):
-        """What nvcc does not let a kernel do, nor a __device__ function: call a function of the host, use what only the
-        host's library has, throw."""
+    def _refuse_as_nvcc(self):
+        """What is the host's in a kernel, and what is the device's on the host."""
         codes = {file: code_of(text) for file, text in self.texts.items()}
-        functions = {file: functions_of(code) for file, code in codes.items()}
-        devices = set().union(*(names for _, names in functions.values()))
-        for file, code in codes.items():
-            hosts = functions[file][0].union(*(functions[each][0] for each in codes if each not in self.files))
-            for name, begin, end in device_bodies(code):
-                if match := HOST_ONLY.search(code, begin, end):
-                    what = "throws an exception" if match[0] == "throw" else f"uses {''.join(match[0].split())}"
-                    self.refuse_as_nvcc(file, match.start(), f"{name} runs on the GPU, and {what}, which only the host"
-                                        " has")
-                for match in re.finditer(r"(?<![\w.:>])(\w+)\s*\(", code[begin:end]):
-                    called = match[1]
-                    if called in hosts - devices and called not in self.kernels and not re.search(
-                            rf"[\w&*>\]]\s+[&*]?{called}\s*[=({{;,)]|#\s*define\s+{called}\b", code[begin:end]
-                            + " ".join(re.findall(r"^[ \t]*#[ \t]*define.*", code, re.MULTILINE))):
-                        self.refuse_as_nvcc(file, begin + match.start(), f"{name} runs on the GPU, and calls {called}(),"
-                                            " which is a function of the host: it needs __device__")
-
-    def refuse_as_nvcc(self, file, position, what):
-        if not self.is_compiled(file, position):
-            return
-        line = line_of(self.texts[file], position)
-        code = self.texts[file].splitlines()[line - 1].strip()
-        raise Refusal(f"{what}.\n    {self.name(file)}:{line}: {code}", 1)
+        apart = HostAndDevice(codes, set(self.files), self.kernels, {
+            file for file in codes if self._is_cub(file) or any(map(file.is_relative_to, self.toolkit))})
+        for file, position, what in apart.mistakes():
+            if self.is_compiled(file, position):
+                line = line_of(self.texts[file], position)
+                code = self.texts[file].splitlines()[line - 1].strip()
+                raise Refusal(f"{what}.\n    {self.name(file)}:{line}: {code}", 1)
 
     def write(self, folder):
         """Translates all into `folder`; returns the sources to compile."""
@@ -323,6 +361,7 @@ class Sources:
         for number, file in enumerate(self.texts):
             suffix = ".cc" if file in self.files else ".h"
             written[file] = folder / f"{number}_{re.sub(r'[^A-Za-z0-9_]', '_', file.stem)}{suffix}"
+        passes = Passes([text for file, text in self.texts.items() if not self._is_cub(file)])
         for file, text in self.texts.items():
             def include(match):
                 name = match[2] or match[3]
@@ -340,9 +379,11 @@ class Sources:
             text = _INCLUDE.sub(include, text if self._is_cub(file) else with_unasked(text))
             try:
                 new = translate_foreign(text, self.name(file), self.special, self.kernels,
-                                        self.by_address)
+                                        self.by_address, self.global_kernels)
             except TranslationError as error:
                 raise Refusal(f"{error}. {PAGE} lists what the CPU backend can do.", 1) from None
+            if not self._is_cub(file):
+                new = passes.apart(new, self.name(file))
             if self.needs_main and file == self.files[0]:
                 new += MAIN
             written[file].write_text(new, encoding="utf-8", errors="surrogateescape")
@@ -424,7 +465,7 @@ def build_backend(build, sources, folder):
     work = Path(tempfile.mkdtemp(dir=CACHE))
 
     def one(source):
-        flags = [*FLAGS, *([] if build == "" else BUILDS[build]), *([] if build else ["-O2"])]
+        flags = [BACKEND_STANDARD, *FLAGS, *(BUILDS[build] if build else ["-O2", "-DCUDA_CPU_HAS_HEAP"])]
         if build == "thread" and source.name in RUNS_THREADS:
             flags += ["-fno-sanitize=thread", "-DCUDA_CPU_TSAN=1"]
             flags += [f"-D{identities.MACRO}"] if IDENTITIES else []
@@ -460,8 +501,8 @@ def versions(build):
 
 
 def flags_of(build):
-    return [*FLAGS, *BUILDS[build], capability(), "-Wfatal-errors", "-fpermissive", f"-ffile-prefix-map={ROOT}=.",
-            "-I", ROOT / "cpu/foreign", "-I", ROOT / "cpu/include", "-I", ROOT]
+    return [f"-std={STANDARDS[0]}", "-fconcepts", *FLAGS, *BUILDS[build], capability(), "-Wfatal-errors", "-fpermissive",
+            f"-ffile-prefix-map={ROOT}=.", "-I", ROOT / "cpu/foreign", "-I", ROOT / "cpu/include", "-I", ROOT]
 
 
 def build_program(build, sources, written, options, folder):
@@ -471,13 +512,14 @@ def build_program(build, sources, written, options, folder):
     # The same program is not built twice: its next run may have other arguments.
     sources_now = [*sorted(folder.glob("*_*.[ch]*")), ROOT / "common/try.h", ROOT / "cpu/ptx.py",
                    ROOT / "cpu/two_versions.py", *sorted((ROOT / "cpu/foreign/thrust").rglob("*.h"))]
-    options = [*options, *(["-isystem", only_cccl(sources.cccl)] if sources.cccl else ["-I", ROOT / "cpu/foreign/std"])]
+    options = [*options, *sources.library_options()]
     key = digest(libraries, *map(flags_of, versions(build)), options, *(
         file.read_text(errors="surrogateescape") for file in sources_now))
     built = folder / f"built{'-' + build if build else ''}"
     if program.exists() and built.exists() and built.read_text() == key:
         return program
     built.unlink(missing_ok=True)
+    standard = [each for each in options if str(each).startswith("-std=")]
     late_options = [*sources.openmp]
     if build == "address" and len(sources.texts) > MANY_FILES:
         late_options.append("-fno-sanitize=undefined")
@@ -499,7 +541,7 @@ def build_program(build, sources, written, options, folder):
                                 errors="surrogateescape")
             except TranslationError as error:
                 raise Refusal(f"{error}. {PAGE} lists what the CPU backend can do.", 1) from None
-            flags = [*flags_of(version), f"-ffile-prefix-map={folder}=.", *late_options, "-fpreprocessed", text]
+            flags = [*flags_of(version), f"-ffile-prefix-map={folder}=.", *standard, *late_options, "-fpreprocessed", text]
         return compiler([*flags, *what], cwd=folder)
 
     def refuse_errors(results):
@@ -509,7 +551,7 @@ def build_program(build, sources, written, options, folder):
 
     in_c = [source for source, file in zip(written, sources.files) if file in sources.in_c]
     for source in in_c:
-        done = subprocess.run([CC, "-std=gnu17", "-g1", "-w", "-O2", "-x", "c", *options,
+        done = subprocess.run([CC, "-g1", "-w", "-O2", "-x", "c", *options, "-std=gnu17",
                                *(word for each in [sources.base, *sources.folders] for word in ("-I", str(each))), "-c",
                                source, "-o", source.with_name(f"{source.stem}_c.o")], capture_output=True, text=True,
                               cwd=folder)
@@ -537,7 +579,7 @@ def build_program(build, sources, written, options, folder):
     gold = ["-fuse-ld=gold"] if build and shutil.which("ld.gold") else []
     # The counting build takes what both have of the C++ library from the backend: its own accesses are nobody's.
     first = [] if build else ["-Wl,--whole-archive", libraries / "libbackend.a", "-Wl,--no-whole-archive",
-                              *(f"-Wl,--wrap={name}" for name in PRINTS)]
+                              *(f"-Wl,--wrap={name}" for name in (*PRINTS, *HEAP))]
     linked = compiler([*sanitizer, *gold, *sources.openmp, *first, *objects,
                        *(source.with_name(f"{source.stem}_c.o") for source in in_c), libraries / "libbackend.a",
                        "-lboost_context", "-lpthread", "-o", program])
@@ -578,14 +620,76 @@ def compile_error(output, sources):
                     " mask has a bit for each thread of the warp that comes there, 0xffffffff for all")
         elif re.match(r"cuda|cu[A-Z]|__|tex|atomic|make_|cg$|wmma", missing[1]):
             text = f"the CPU backend does not have {missing[1]} ({PAGE} lists what it has)"
+    elif missing := re.match(r"no matching function for call to .(atomic[A-Z]\w+)\((.*?)\*", text):
+        type_ = {"long unsigned int": "unsigned long", "long int": "long", "long long int": "long long"}.get(
+            missing[2], missing[2])
+        text = f"nvcc refuses {missing[1]}() for {type_}, too: CUDA has no such function"
     return f"It does not compile: {text}\n    {file}, {_line(lines, number)}"
 
 
 # ---- Running ---------------------------------------------------------------------------------------
 
 
-def run(program, arguments, seconds, report=None, shown=False):
-    """(exit code, or None after so many seconds; stderr; report's lines). What it prints is shown, or not."""
+class Input:
+    """The standard input of ./try, which each run of the program reads from the start."""
+
+    def __init__(self, sources):
+        self.file = self.begin = None
+        self.first = True
+        with suppress(OSError):
+            self.begin = os.lseek(0, 0, os.SEEK_CUR)  # of a file; others have no place to go back to
+        reads = any(map(_READS.search, sources.texts.values()))
+        if self.begin is None and reads:
+            self.file = tempfile.TemporaryFile()  # what the first run was given
+
+    @contextmanager
+    def of_a_run(self):
+        """What the next run's standard input is."""
+        first, self.first = self.first, False
+        if self.begin is not None:
+            os.lseek(0, self.begin, os.SEEK_SET)
+            yield 0
+        elif self.file is None:
+            yield subprocess.DEVNULL
+        elif not first:
+            self.file.seek(0)
+            yield self.file
+        else:
+            with self._copied() as theirs:
+                yield theirs
+
+    @contextmanager
+    def _copied(self):
+        """The reading end of a pipe, into which what comes is copied meanwhile."""
+        theirs, ours = os.pipe()
+        ended, end = os.pipe()
+        copier = threading.Thread(target=self._copy, args=(ours, ended))
+        copier.start()
+        try:
+            yield theirs
+        finally:
+            os.close(theirs)  # a copier that writes sees that nobody reads
+            os.write(end, b".")
+            copier.join()
+            os.close(ended)
+            os.close(end)
+
+    def _copy(self, ours, ended):
+        with open(ours, "wb", buffering=0) as pipe, suppress(OSError):
+            while ended not in (ready := select.select([0, ended], [], [])[0]):
+                if os.isatty(0) and os.tcgetpgrp(0) != os.getpgrp():
+                    time.sleep(0.1)  # in the background: what is typed is for somebody else
+                elif not (piece := os.read(0, 1 << 14)):
+                    return
+                else:
+                    self.file.write(piece)
+                    self.file.flush()
+                    pipe.write(piece)
+
+
+def run(program, arguments, seconds, given, report=None, shown=False):
+    """(exit code, or None after so many seconds; stderr; report's lines). It reads what is `given`, an Input. What it
+    prints is shown, or not."""
     # Large arrays in large pages: half of the time of a program that only copies is that of getting its pages.
     pages = ":".join(filter(None, [os.environ.get("GLIBC_TUNABLES"), "glibc.malloc.hugetlb=1"]))
     # Memory of the host from new[] that goes to free() is no stray access.
@@ -599,7 +703,8 @@ def run(program, arguments, seconds, report=None, shown=False):
     with tempfile.TemporaryFile() as errors:
         output = None if shown else subprocess.DEVNULL
         rc = None
-        with started(command, env=environment, stdout=output, stderr=None if shown else errors) as process:
+        with given.of_a_run() as read_from, started(command, env=environment, stdin=read_from, stdout=output,
+                                                    stderr=None if shown else errors) as process:
             try:
                 rc = process.wait(seconds + 10)
             except subprocess.TimeoutExpired:
@@ -607,7 +712,7 @@ def run(program, arguments, seconds, report=None, shown=False):
         errors.seek(0)
         printed = errors.read(8 << 20).decode(errors="replace")
     if "unexpected memory mapping" in printed and shutil.which("setarch") and program != "setarch":
-        return run("setarch", ["-R", *command], seconds, report, shown)
+        return run("setarch", ["-R", *command], seconds, given, report, shown)
     lines = []
     if report and report.exists():
         lines = [line.split("\t") for line in report.read_text(errors="replace").splitlines()]
@@ -695,9 +800,14 @@ def worst(report, texts):
         say(f"    {file}:{line}: {cost}: {code}")
 
 
+def places_of(texts):
+    """The reader's own files, for what names a line: who looks for a mistake changes no library."""
+    return Files({file: lines for file, lines in texts.items() if not CUB.match(file)})
+
+
 def mistakes(rc, report, texts, seconds):
     """What the first run has found, in sentences."""
-    lines = next(iter(texts.values()))
+    lines = places_of(texts)
     found, refused, unasked = [], {}, {}
     for what, *rest in report:
         if what == "failed":
@@ -754,6 +864,14 @@ def sentence(match, texts):
     return f"A mistake in {short(kernel)}, {who}: {text}" + with_code(text, texts)
 
 
+def not_looked_at(sources):
+    """What no run has looked at, although the program has it, in phrases."""
+    codes = [code_of(text) for file, text in sources.texts.items() if not CUB.match(sources.name(file))]
+    for pattern, what in NOT_LOOKED_AT:
+        if any(re.search(pattern, code) for code in codes):
+            yield what
+
+
 def leaks(report):
     for each in report:
         if each[0] == "leak":
@@ -776,13 +894,13 @@ def between_streams(report):
     return ""
 
 
-def sanitizers(builds, folder, arguments, texts, seconds):
+def sanitizers(builds, folder, arguments, given, texts, seconds):
     """What the two other builds find, in sentences."""
-    lines = next(iter(texts.values()))
+    lines = places_of(texts)
     found = []
     for build, built in builds.items():
         program, what = built.result(), SANITIZERS[build]
-        rc, printed, report = run(program, arguments, seconds, folder / f"report-{build}")
+        rc, printed, report = run(program, arguments, seconds, given, folder / f"report-{build}")
         printed = with_lines(printed, program)
         if "ThreadSanitizer: data race" in printed:
             found.append(_race(printed, lines) + between_streams(printed))
@@ -825,7 +943,7 @@ def is_toolkit(folder):
     return (folder / "cuda_runtime.h").is_file() and (folder / "crt").is_dir()
 
 
-def on_the_gpu(sources, arguments, options, folder, seconds):
+def on_the_gpu(sources, arguments, given, options, folder, seconds):
     """The same files through nvcc, where there is a GPU to run them."""
     files = sources.files
     nvcc = nvcc_path()
@@ -839,13 +957,14 @@ def on_the_gpu(sources, arguments, options, folder, seconds):
         files = [whole, *files[1:]]
     several = ["-rdc=true"] if len(files) > 1 else []
     program = folder / "program-gpu"
-    built = subprocess.run([nvcc, "-std=c++17", "-O3", "-lineinfo", "-arch=native", *several, *options,
+    standard = [] if any(str(each).startswith("-std=") for each in options) else [f"-std={STANDARDS[0]}"]
+    built = subprocess.run([nvcc, *standard, "-O3", "-lineinfo", "-arch=native", *several, *options,
                             *(word for each in [*sources.folders, ROOT] for word in ("-I", str(each))), "-o", str(program),
                             *map(str, files)], capture_output=True, text=True)
     if built.returncode:
         say("nvcc refuses it:\n" + "\n".join((built.stdout + built.stderr).splitlines()[:10]))
         return 1
-    return run(program, arguments, seconds, shown=True)[0]
+    return run(program, arguments, seconds, given, shown=True)[0]
 
 
 # ---- A file without a main() -----------------------------------------------------------------------
@@ -901,6 +1020,7 @@ def parse(doc):
     parser.add_argument("files", nargs="+", metavar="FILE.cu")
     parser.add_argument("-I", action="append", default=[], metavar="DIR", help="where headers of the program are")
     parser.add_argument("-D", action="append", default=[], metavar="NAME=VALUE", help="a macro")
+    parser.add_argument("-std", "--std", choices=STANDARDS, help=f"the standard of C++, {STANDARDS[0]} if it is not said")
     less = parser.add_mutually_exclusive_group()
     less.add_argument("--quick", action="store_true", help="only run and count: without the two sanitizers")
     less.add_argument("--race", action="store_true", help="of the two sanitizers only that for races")
@@ -921,7 +1041,8 @@ def parse(doc):
             raise Refusal(f"-I {folder}: there is no such folder")
     if given.seconds < 1:
         raise Refusal(f"--seconds {given.seconds}: at least 1")
-    return files, [Path(folder).resolve() for folder in given.I], [f"-D{each}" for each in given.D], arguments, given
+    options = [f"-D{each}" for each in given.D] + [f"-std={given.std}"] * bool(given.std)
+    return files, [Path(folder).resolve() for folder in given.I], options, arguments, given
 
 
 def main(doc):
@@ -962,7 +1083,8 @@ def tried(doc):
     builds = {name: pool.submit(build_program, name, sources, written, options, folder) for name in names}
     report_file = folder / "report"
     report_file.unlink(missing_ok=True)
-    rc, _, report = run(program, arguments, given.seconds, report_file, shown=True)
+    standard_input = Input(sources)
+    rc, _, report = run(program, arguments, given.seconds, standard_input, report_file, shown=True)
     say()
     table(report)
     worst(report, texts)
@@ -976,7 +1098,7 @@ def tried(doc):
     leaks(report)
     ended = not any(each[0] == "time" for each in report) and rc is not None
     if builds and ended and all(each.startswith(WITHOUT_ENDED) for each in found):
-        more = sanitizers(builds, folder, arguments, texts, given.seconds)
+        more = sanitizers(builds, folder, arguments, standard_input, texts, given.seconds)
         for each in more:
             say(each)
         found += more
@@ -988,5 +1110,7 @@ def tried(doc):
     pool.shutdown(cancel_futures=True)
     if rc not in (0, None) and not found:
         say(f"The program ended with exit code {rc}.")
-    gpu = on_the_gpu(sources, arguments, options, folder, given.seconds) if not found else 0
+    for each in not_looked_at(sources):
+        say(f"Not looked at: {each}. {PAGE} says more.")
+    gpu = on_the_gpu(sources, arguments, standard_input, options, folder, given.seconds) if not found else 0
     return 1 if found or rc or gpu else 0

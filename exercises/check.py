@@ -61,17 +61,45 @@ _OWN = rf"(?<![\w/])(?!(?:common|primitives|operators|checks|cpu)/){_PLACE}"
 _BY_ITSELF = "that goes on by itself"
 
 
-def _line(lines, number):
+class Files:
+    """The lines of a program of several files, by their names; the first one is the program's first file."""
+
+    def __init__(self, files):
+        self.files = files
+        self.first = next(iter(files))
+        names = "|".join(map(re.escape, sorted(files, key=len, reverse=True)))
+        self.own = rf"(?<![\w./-])(?:(?!(?:\./)?(?:common|primitives|operators|checks|cpu)/)[\w./-]*/)?({names}):(\d+)"
+
+
+def _own(lines):
+    """The pattern of a place in the reader's files: its file, and the number of the line."""
+    return lines.own if isinstance(lines, Files) else _OWN
+
+
+def _code(lines, number, file=None):
+    """What stands in a line; nothing where the file has no such line."""
+    if isinstance(lines, Files):
+        lines = lines.files[file or lines.first]
+    return lines[number - 1].strip() if 0 < number <= len(lines) else ""
+
+
+def _number(lines, number, file=None):
+    """`line 57`, and of which file, if that is not the first one."""
+    other = isinstance(lines, Files) and file not in (None, lines.first)
+    return f"line {number} of {file}" if other else f"line {number}"
+
+
+def _line(lines, number, file=None):
     """`line 57: code`, of the reader's file; the code is left out where the file has no such line."""
-    code = lines[number - 1].strip() if 0 < number <= len(lines) else ""
-    return f"line {number}" + (f": {code}" if code else "")
+    code = _code(lines, number, file)
+    return _number(lines, number, file) + (f": {code}" if code else "")
 
 
 def _own_line(report, lines):
     """The first frame of a stack that is in the exercise's source."""
-    match = re.search(rf"^ *#\d+ .*?{_OWN}", report, re.MULTILINE)
+    match = re.search(rf"^ *#\d+ .*?{_own(lines)}", report, re.MULTILINE)
     if match:
-        return f"in {_line(lines, int(match[2]))}"
+        return f"in {_line(lines, int(match[2]), match[1])}"
     if re.search(r"\bcpu/hopper/(hopper|async_copies)\.cpp", report):
         return f"by a copy, or a product of a warpgroup, {_BY_ITSELF}"
     return "in a line that the report does not name"
@@ -79,12 +107,13 @@ def _own_line(report, lines):
 
 def _with_lines(message, lines):
     """A message of the backend with `line 57` for each place; and these lines' code, to print below."""
-    numbers = [int(number) for _, number in re.findall(_OWN, message)]
-    code = [f"        {number}: {lines[number - 1].strip()}" for number in dict.fromkeys(numbers)
-            if 0 < number <= len(lines)]
+    own = _own(lines)
+    places = [(file, int(number)) for file, number in dict.fromkeys(re.findall(own, message))]
+    code = [f"        {_number(lines, number, file).removeprefix('line ')}: {_code(lines, number, file)}"
+            for file, number in places if _code(lines, number, file)]
     function = r"\((?:[^()]|\([^()]*\))*\)"
-    return re.sub(rf"\bat {_OWN} {function}|{_OWN}", lambda at: (
-        f"in line {at[2]}" if at[2] else f"line {at[4]}"), message), code
+    return re.sub(rf"\bat {own} {function}|{own}", lambda at: (
+        f"in {_number(lines, int(at[2]), at[1])}" if at[2] else _number(lines, int(at[4]), at[3])), message), code
 
 
 def _elements(count):
@@ -148,9 +177,9 @@ def _waits(message, lines):
 
 def _bounds(stderr, lines):
     """Of AddressSanitizer's report, or UndefinedBehaviorSanitizer's; None if there is none."""
-    undefined = re.search(rf"{_OWN}:\d+: runtime error: (.*)", stderr)
+    undefined = re.search(rf"{_own(lines)}:\d+: runtime error: (.*)", stderr)
     if undefined:
-        return f"Undefined: {undefined[3]}, in {_line(lines, int(undefined[2]))}"
+        return f"Undefined: {undefined[3]}, in {_line(lines, int(undefined[2]), undefined[1])}"
     if "ERROR: AddressSanitizer" not in stderr:
         return None
     access = re.search(r"^(READ|WRITE) of size (\d+)", stderr, re.MULTILINE)
@@ -233,14 +262,15 @@ def _say(text):
 
 
 @contextmanager
-def started(command, **options):
-    """A process, and all that it starts. They end with the block, however that ends."""
+def started(command, stdin=subprocess.DEVNULL, **options):
+    """A process, and all that it starts. They end with the block, however that ends. There is nothing to read for it,
+    if it is not said what is."""
     came = []  # meanwhile: it must not be started and forgotten
     ours = threading.current_thread() is threading.main_thread()  # others get no signals, and may set none
     handlers = {number: signal.signal(number, lambda number, _: came.append(number))
                 for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP) if ours}
     try:
-        process = subprocess.Popen(command, stdin=subprocess.DEVNULL, start_new_session=True, **options)
+        process = subprocess.Popen(command, stdin=stdin, start_new_session=True, **options)
     finally:
         for number, handler in handlers.items():
             signal.signal(number, handler)

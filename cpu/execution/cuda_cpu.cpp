@@ -1207,8 +1207,18 @@ CUDA_CPU_NO_TSAN unsigned lane_id() { return runner->lane_id(); }
 
 CUDA_CPU_NO_TSAN unsigned live_lanes() { return runner->live_lanes(); }
 
+CUDA_CPU_NO_TSAN bool in_kernel() { return runner && runner->in_thread(); }
+
+CUDA_CPU_NO_TSAN bool is_cooperative() { return runner->launch().config.cooperative; }
+
 CUDA_CPU_NO_TSAN void grid_barrier(Site site) {
   Launch& launch = runner->launch();
+  if (!launch.config.cooperative) {
+    fail(
+        "grid.sync() at %s:%d, but the launch is not cooperative: cudaLaunchCooperativeKernel()"
+        " makes one that is",
+        site.file, site.line);
+  }
   if (launch.blocks > launch.capacity) {
     fail(
         "grid.sync() at %s:%d needs all blocks at the same time, and the device holds %u:"

@@ -16,18 +16,20 @@
 #pragma once
 
 #include <cstddef>
+#include <new>
 #include <tuple>
 #include <type_traits>
 #include <utility>
 #include <vector>
 
+#include "cpu/execution/later_than_cpp17.h"
 #include "cuda_runtime_api.h"
 #include "vector_types.h"
 
-extern constinit thread_local uint3 threadIdx;
-extern constinit thread_local uint3 blockIdx;
-extern constinit thread_local dim3 blockDim;
-extern constinit thread_local dim3 gridDim;
+extern CUDA_CPU_CONSTINIT thread_local uint3 threadIdx;
+extern CUDA_CPU_CONSTINIT thread_local uint3 blockIdx;
+extern CUDA_CPU_CONSTINIT thread_local dim3 blockDim;
+extern CUDA_CPU_CONSTINIT thread_local dim3 gridDim;
 inline constexpr int warpSize = 32;
 
 namespace cuda_cpu {
@@ -105,6 +107,11 @@ void waits_for(const char* what);
 /// What it has read then.
 void saw(const void* address, unsigned long long value);
 
+/// Whether the calling thread runs a kernel, or is the host's.
+bool in_kernel();
+
+/// Whether the launch is cooperative.
+bool is_cooperative();
 /// All blocks of the grid wait for one another.
 void grid_barrier(Site site);
 
@@ -155,15 +162,34 @@ unsigned long long nanoseconds();
 /// griddepcontrol.wait: what the kernel before this one has written can be read.
 void wait_for_previous_kernel();
 
+/// Whether the constructor leaves all bytes as they are. (Needs -fno-lifetime-dse.)
+template <class T>
+bool constructor_is_empty() {
+  alignas(T) unsigned char memory[sizeof(T)];
+  for (const unsigned char before : {0x5A, 0xA5}) {
+    __builtin_memset(memory, before, sizeof memory);
+    asm volatile("" : : "r"(memory) : "memory");
+    ::new (static_cast<void*>(memory)) T;
+    asm volatile("" : : "r"(memory) : "memory");
+    for (const unsigned char byte : memory) {
+      if (byte != before) return false;
+    }
+  }
+  return true;
+}
+
 /// Storage that converts to a reference to whatever type is declared. `Declaration` is a type that
 /// occurs at one declaration only.
 template <class Declaration>
 struct StaticShared {
   template <class T>
   operator T&() const {
-    static_assert(std::is_trivially_default_constructible_v<T>,
-                  "a __shared__ variable cannot have a constructor");
     static constexpr char key = 0;
+    if constexpr (!std::is_trivially_default_constructible_v<T>) {
+      static const bool empty = constructor_is_empty<std::remove_all_extents_t<T>>();
+      if (!empty)
+        fail("a __shared__ variable has a constructor that is not empty: nvcc refuses it");
+    }
     return *static_cast<T*>(static_shared_storage(&key, sizeof(T), alignof(T)));
   }
 };
@@ -224,6 +250,8 @@ struct LaunchConfig {
   unsigned cluster = 0;
   /// Programmatic dependent launch: not ordered after the kernel before it.
   bool early = false;
+  /// All blocks run at the same time, so they may wait for each other.
+  bool cooperative = false;
 
   /// The arguments of a launch, before they are converted to the kernel's parameters.
   template <class... Arguments>
@@ -240,7 +268,7 @@ struct LaunchConfig {
 
 inline LaunchConfig launch(dim3 grid, dim3 block, std::size_t shared_bytes = 0,
                            cudaStream_t stream = nullptr, Site site = Site::here()) {
-  return {grid, block, shared_bytes, stream, site, 0, false};
+  return {grid, block, shared_bytes, stream, site, 0, false, false};
 }
 
 /// Whether a cooperative launch of so many blocks fits on the device.
@@ -270,7 +298,7 @@ struct CopiedBytes {
   alignas(T) unsigned char bytes[sizeof(T)];
 
   template <class Argument>
-  requires(!std::is_same_v<std::remove_cvref_t<Argument>, CopiedBytes>)
+  requires(!std::is_same_v<cuda_cpu::remove_cvref_t<Argument>, CopiedBytes>)
       CopiedBytes(Argument&& argument) {
     const T& value = std::forward<Argument>(argument);
     __builtin_memcpy(bytes, &value, sizeof(T));

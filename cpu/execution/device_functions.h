@@ -11,7 +11,6 @@
 
 #include <algorithm>
 #include <atomic>
-#include <bit>
 #include <chrono>
 #include <cmath>
 #include <cstddef>
@@ -22,6 +21,7 @@
 
 #include "cpu/execution/cuda_cpu.h"
 #include "cpu/execution/fences.h"
+#include "cpu/execution/later_than_cpp17.h"
 #include "cpu/execution/sanitizers.h"
 #include "cpu/watch/counting.h"
 
@@ -68,7 +68,7 @@ struct Shuffle {
 
   static void combine(void* const* operands, unsigned lanes) {
     for (unsigned rest = lanes; rest; rest &= rest - 1) {
-      Shuffle& self = *static_cast<Shuffle*>(operands[std::countr_zero(rest)]);
+      Shuffle& self = *static_cast<Shuffle*>(operands[cuda_cpu::countr_zero(rest)]);
       if (lanes >> self.source & 1) {
         self.result = static_cast<const Shuffle*>(operands[self.source])->value;
       } else {
@@ -82,7 +82,7 @@ struct Shuffle {
   template <class SourceOf>
   static T run(unsigned mask, T value, int width, const char* operation, Site site,
                SourceOf source_of) {
-    if (width < 1 || width > 32 || !std::has_single_bit(static_cast<unsigned>(width))) {
+    if (width < 1 || width > 32 || !cuda_cpu::has_single_bit(static_cast<unsigned>(width))) {
       fail("%s with the width %d, which is no power of two up to 32", operation, width);
     }
     const int lane = static_cast<int>(lane_id());
@@ -102,11 +102,11 @@ struct Vote {
   static void combine(void* const* operands, unsigned lanes) {
     unsigned ballot = 0;
     for (unsigned rest = lanes; rest; rest &= rest - 1) {
-      const int lane = std::countr_zero(rest);
+      const int lane = cuda_cpu::countr_zero(rest);
       ballot |= static_cast<unsigned>(static_cast<const Vote*>(operands[lane])->predicate) << lane;
     }
     for (unsigned rest = lanes; rest; rest &= rest - 1) {
-      Vote& vote = *static_cast<Vote*>(operands[std::countr_zero(rest)]);
+      Vote& vote = *static_cast<Vote*>(operands[cuda_cpu::countr_zero(rest)]);
       vote.ballot = ballot;
       vote.lanes = lanes;
     }
@@ -121,20 +121,25 @@ struct Vote {
 
 /// A lane's part in a reduction over a warp, whose result every lane gets.
 template <class T, class Operation>
-T warp_reduce(unsigned mask, T value, const char* name, Site site, Operation) {
+T warp_reduce(unsigned mask, T value, const char* name, Site site, Operation operation) {
+  struct Part {
+    T value;
+    Operation operation;
+  } self = {value, operation};
   warp_meet(
       mask,
       [](void* const* operands, unsigned lanes) {
-        T total = *static_cast<T*>(operands[std::countr_zero(lanes)]);
+        const Part& first = *static_cast<Part*>(operands[countr_zero(lanes)]);
+        T total = first.value;
         for (unsigned rest = lanes & (lanes - 1); rest; rest &= rest - 1) {
-          total = Operation{}(total, *static_cast<T*>(operands[std::countr_zero(rest)]));
+          total = first.operation(total, static_cast<Part*>(operands[countr_zero(rest)])->value);
         }
         for (unsigned rest = lanes; rest; rest &= rest - 1) {
-          *static_cast<T*>(operands[std::countr_zero(rest)]) = total;
+          static_cast<Part*>(operands[countr_zero(rest)])->value = total;
         }
       },
-      &value, name, site);
-  return value;
+      &self, name, site);
+  return self.value;
 }
 
 }  // namespace cuda_cpu
@@ -200,9 +205,9 @@ unsigned __match_any_sync(unsigned mask, T value, cuda_cpu::Site site = cuda_cpu
       mask,
       [](void* const* operands, unsigned lanes) {
         for (unsigned a = lanes; a; a &= a - 1) {
-          Match& match = *static_cast<Match*>(operands[std::countr_zero(a)]);
+          Match& match = *static_cast<Match*>(operands[cuda_cpu::countr_zero(a)]);
           for (unsigned b = lanes; b; b &= b - 1) {
-            const int lane = std::countr_zero(b);
+            const int lane = cuda_cpu::countr_zero(b);
             const bool equal = static_cast<const Match*>(operands[lane])->value == match.value;
             match.equal |= static_cast<unsigned>(equal) << lane;
           }
@@ -251,7 +256,7 @@ template <class T, class Operation>
 T atomic_operation(T* address, Operation operation) {
   const T old = [&] {
     const OrderedWrite write(address);
-    return operation(std::atomic_ref<T>(*address));
+    return operation(cuda_cpu::atomic_ref<T>(*address));
   }();
   order_read(address, true);
   return old;
@@ -266,12 +271,12 @@ T update_memory(T* address, Update update) {
   static_assert(sizeof(Bits) == sizeof(T));
   count_atomic(address, sizeof(T));
   const Uncounted as_loads_and_stores;
-  std::atomic_ref<Bits> memory(*reinterpret_cast<Bits*>(address));
+  cuda_cpu::atomic_ref<Bits> memory(*reinterpret_cast<Bits*>(address));
   Bits seen = memory.load(kRelaxed);
-  while (!memory.compare_exchange_weak(seen, std::bit_cast<Bits>(update(std::bit_cast<T>(seen))),
-                                       kRelaxed)) {
+  while (!memory.compare_exchange_weak(
+      seen, cuda_cpu::bit_cast<Bits>(update(cuda_cpu::bit_cast<T>(seen))), kRelaxed)) {
   }
-  return std::bit_cast<T>(seen);
+  return cuda_cpu::bit_cast<T>(seen);
 }
 
 /// The same as an atomic operation of a thread.
@@ -285,6 +290,11 @@ T atomic_update(T* address, Update update) {
   return old;
 }
 
+/// T, if it is one of the types for which CUDA has the function: for others nvcc refuses it. Classes
+/// are those of small numbers.
+template <class T, class... Types>
+using OneOf = std::enable_if_t<std::is_class_v<T> || (std::is_same_v<T, Types> || ...), T>;
+
 }  // namespace cuda_cpu
 
 /// Four additions, each atomic by itself. CUDA C++ Programming Guide, "atomicAdd()".
@@ -292,8 +302,8 @@ inline float4 atomicAdd(float4* address, float4 value);
 inline float2 atomicAdd(float2* address, float2 value);
 
 template <class T>
-T atomicAdd(T* address, std::type_identity_t<T> value,
-            cuda_cpu::Site site = cuda_cpu::Site::here()) {
+cuda_cpu::OneOf<T, int, unsigned, unsigned long long, float, double> atomicAdd(
+    T* address, cuda_cpu::type_identity_t<T> value, cuda_cpu::Site site = cuda_cpu::Site::here()) {
   if constexpr (std::is_integral_v<T>) {
     const T old = cuda_cpu::atomic_operation(
         address, [&](auto memory) { return memory.fetch_add(value, cuda_cpu::kRelaxed); });
@@ -317,14 +327,14 @@ inline float4 atomicAdd(float4* address, float4 value) {
 }
 
 template <class T>
-T atomicSub(T* address, std::type_identity_t<T> value) {
+cuda_cpu::OneOf<T, int, unsigned> atomicSub(T* address, cuda_cpu::type_identity_t<T> value) {
   return cuda_cpu::atomic_operation(
       address, [&](auto memory) { return memory.fetch_sub(value, cuda_cpu::kRelaxed); });
 }
 
 template <class T>
-T atomicExch(T* address, std::type_identity_t<T> value,
-             cuda_cpu::Site site = cuda_cpu::Site::here()) {
+cuda_cpu::OneOf<T, int, unsigned, unsigned long long, float> atomicExch(
+    T* address, cuda_cpu::type_identity_t<T> value, cuda_cpu::Site site = cuda_cpu::Site::here()) {
   const T old = cuda_cpu::atomic_update(address, [&](T) { return value; });
   if (cuda_cpu::bits_of(old) == cuda_cpu::bits_of(value)) {
     cuda_cpu::only_looked(address, cuda_cpu::bits_of(old), site);
@@ -333,24 +343,27 @@ T atomicExch(T* address, std::type_identity_t<T> value,
 }
 
 template <class T>
-T atomicMax(T* address, std::type_identity_t<T> value) {
+cuda_cpu::OneOf<T, int, unsigned, long long, unsigned long long> atomicMax(
+    T* address, cuda_cpu::type_identity_t<T> value) {
   return cuda_cpu::atomic_update(address, [&](T old) { return std::max(old, value); });
 }
 
 template <class T>
-T atomicMin(T* address, std::type_identity_t<T> value) {
+cuda_cpu::OneOf<T, int, unsigned, long long, unsigned long long> atomicMin(
+    T* address, cuda_cpu::type_identity_t<T> value) {
   return cuda_cpu::atomic_update(address, [&](T old) { return std::min(old, value); });
 }
 
 template <class T>
-T atomicAnd(T* address, std::type_identity_t<T> value) {
+cuda_cpu::OneOf<T, int, unsigned, long long, unsigned long long> atomicAnd(
+    T* address, cuda_cpu::type_identity_t<T> value) {
   return cuda_cpu::atomic_operation(
       address, [&](auto memory) { return memory.fetch_and(value, cuda_cpu::kRelaxed); });
 }
 
 template <class T>
-T atomicOr(T* address, std::type_identity_t<T> value,
-           cuda_cpu::Site site = cuda_cpu::Site::here()) {
+cuda_cpu::OneOf<T, int, unsigned, long long, unsigned long long> atomicOr(
+    T* address, cuda_cpu::type_identity_t<T> value, cuda_cpu::Site site = cuda_cpu::Site::here()) {
   const T old = cuda_cpu::atomic_operation(
       address, [&](auto memory) { return memory.fetch_or(value, cuda_cpu::kRelaxed); });
   if (value == 0) cuda_cpu::only_looked(address, cuda_cpu::bits_of(old), site);
@@ -358,14 +371,16 @@ T atomicOr(T* address, std::type_identity_t<T> value,
 }
 
 template <class T>
-T atomicXor(T* address, std::type_identity_t<T> value) {
+cuda_cpu::OneOf<T, int, unsigned, long long, unsigned long long> atomicXor(
+    T* address, cuda_cpu::type_identity_t<T> value) {
   return cuda_cpu::atomic_operation(
       address, [&](auto memory) { return memory.fetch_xor(value, cuda_cpu::kRelaxed); });
 }
 
 template <class T>
-T atomicCAS(T* address, std::type_identity_t<T> compare, std::type_identity_t<T> value,
-            cuda_cpu::Site site = cuda_cpu::Site::here()) {
+cuda_cpu::OneOf<T, int, unsigned, unsigned long long, unsigned short> atomicCAS(
+    T* address, cuda_cpu::type_identity_t<T> compare, cuda_cpu::type_identity_t<T> value,
+    cuda_cpu::Site site = cuda_cpu::Site::here()) {
   static_assert(std::is_integral_v<T>, "atomicCAS compares integers");
   const T old = cuda_cpu::atomic_operation(address, [&](auto memory) {
     T found = compare;
@@ -402,10 +417,10 @@ CUDA_CPU_LOAD(__ldlu)
 CUDA_CPU_LOAD(__ldcv)
 #undef CUDA_CPU_LOAD
 
-#define CUDA_CPU_STORE(NAME)                             \
-  template <class T>                                     \
-  void NAME(T* address, std::type_identity_t<T> value) { \
-    *address = value;                                    \
+#define CUDA_CPU_STORE(NAME)                                  \
+  template <class T>                                          \
+  void NAME(T* address, cuda_cpu::type_identity_t<T> value) { \
+    *address = value;                                         \
   }
 CUDA_CPU_STORE(__stwb)
 CUDA_CPU_STORE(__stcg)
@@ -429,10 +444,12 @@ inline std::size_t __cvta_generic_to_shared(const void* pointer) {
 
 // ---- Integers and bits -------------------------------------------------------------------------
 
-inline int __popc(unsigned x) { return std::popcount(x); }
-inline int __popcll(unsigned long long x) { return std::popcount(x); }
-inline int __clz(int x) { return std::countl_zero(static_cast<unsigned>(x)); }
-inline int __clzll(long long x) { return std::countl_zero(static_cast<unsigned long long>(x)); }
+inline int __popc(unsigned x) { return cuda_cpu::popcount(x); }
+inline int __popcll(unsigned long long x) { return cuda_cpu::popcount(x); }
+inline int __clz(int x) { return cuda_cpu::countl_zero(static_cast<unsigned>(x)); }
+inline int __clzll(long long x) {
+  return cuda_cpu::countl_zero(static_cast<unsigned long long>(x));
+}
 inline int __ffs(int x) { return __builtin_ffs(x); }
 inline int __ffsll(long long x) { return __builtin_ffsll(x); }
 
@@ -483,12 +500,12 @@ inline unsigned __funnelshift_r(unsigned low, unsigned high, unsigned shift) {
   return static_cast<unsigned>(both >> (shift & 31));
 }
 
-inline int __float_as_int(float x) { return std::bit_cast<int>(x); }
-inline unsigned __float_as_uint(float x) { return std::bit_cast<unsigned>(x); }
-inline float __int_as_float(int x) { return std::bit_cast<float>(x); }
-inline float __uint_as_float(unsigned x) { return std::bit_cast<float>(x); }
-inline long long __double_as_longlong(double x) { return std::bit_cast<long long>(x); }
-inline double __longlong_as_double(long long x) { return std::bit_cast<double>(x); }
+inline int __float_as_int(float x) { return cuda_cpu::bit_cast<int>(x); }
+inline unsigned __float_as_uint(float x) { return cuda_cpu::bit_cast<unsigned>(x); }
+inline float __int_as_float(int x) { return cuda_cpu::bit_cast<float>(x); }
+inline float __uint_as_float(unsigned x) { return cuda_cpu::bit_cast<float>(x); }
+inline long long __double_as_longlong(double x) { return cuda_cpu::bit_cast<long long>(x); }
+inline double __longlong_as_double(long long x) { return cuda_cpu::bit_cast<double>(x); }
 
 // ---- Floating point ----------------------------------------------------------------------------
 

@@ -3,12 +3,12 @@
 
 #pragma once
 
-#include <bit>
 #include <cmath>
 #include <cstdint>
 #include <limits>
 #include <type_traits>
 
+#include "cpu/execution/later_than_cpp17.h"
 #include "vector_types.h"
 
 namespace cuda_cpu {
@@ -26,23 +26,23 @@ struct HalfFormat {
     // that.
     constexpr float kSmallestNormal = 0x1p-14f;
     const float subnormal =
-        std::bit_cast<float>(magnitude + std::bit_cast<std::uint32_t>(kSmallestNormal)) -
+        cuda_cpu::bit_cast<float>(magnitude + cuda_cpu::bit_cast<std::uint32_t>(kSmallestNormal)) -
         kSmallestNormal;
     const std::uint32_t bits =
-        magnitude < 1u << 23 ? std::bit_cast<std::uint32_t>(subnormal) : normal;
-    return std::bit_cast<float>(bits | (half & 0x8000u) << 16);
+        magnitude < 1u << 23 ? cuda_cpu::bit_cast<std::uint32_t>(subnormal) : normal;
+    return cuda_cpu::bit_cast<float>(bits | (half & 0x8000u) << 16);
   }
 
   static constexpr std::uint16_t from_float(float value) {
-    const std::uint32_t bits = std::bit_cast<std::uint32_t>(value);
+    const std::uint32_t bits = cuda_cpu::bit_cast<std::uint32_t>(value);
     const std::uint32_t sign = bits >> 16 & 0x8000;
     const std::uint32_t magnitude = bits & 0x7FFFFFFF;
     const std::uint32_t normal =
         (magnitude - ((127 - 15) << 23) + 0xFFF + (magnitude >> 13 & 1)) >> 13;
     // The sum with 1/2, whose last bit is worth 2^-24, rounds to the subnormals.
     const std::uint32_t subnormal =
-        std::bit_cast<std::uint32_t>(std::bit_cast<float>(magnitude) + 0.5f) -
-        std::bit_cast<std::uint32_t>(0.5f);
+        cuda_cpu::bit_cast<std::uint32_t>(cuda_cpu::bit_cast<float>(magnitude) + 0.5f) -
+        cuda_cpu::bit_cast<std::uint32_t>(0.5f);
     std::uint32_t half = magnitude < 0x38800000 ? subnormal : normal;
     if (magnitude >= 0x47800000) half = 0x7C00;
     if (magnitude > 0x7F800000) return kNan;
@@ -55,11 +55,11 @@ struct Bfloat16Format {
   static constexpr std::uint16_t kNan = 0x7FFF;
 
   static constexpr float to_float(std::uint16_t bits) {
-    return std::bit_cast<float>(static_cast<std::uint32_t>(bits) << 16);
+    return cuda_cpu::bit_cast<float>(static_cast<std::uint32_t>(bits) << 16);
   }
 
   static constexpr std::uint16_t from_float(float value) {
-    const std::uint32_t bits = std::bit_cast<std::uint32_t>(value);
+    const std::uint32_t bits = cuda_cpu::bit_cast<std::uint32_t>(value);
     const std::uint32_t rounded = (bits + 0x7FFF + (bits >> 16 & 1)) >> 16;
     return (bits & 0x7FFFFFFF) > 0x7F800000 ? kNan : static_cast<std::uint16_t>(rounded);
   }
@@ -72,8 +72,8 @@ constexpr float round_to_odd(double value) {
   if (nearest == value || value != value) return nearest;
   const double magnitude = value < 0 ? -value : value;
   const float nearest_magnitude = nearest < 0 ? -nearest : nearest;
-  const std::uint32_t bits = std::bit_cast<std::uint32_t>(nearest);
-  return std::bit_cast<float>((bits - (nearest_magnitude > magnitude)) | 1u);
+  const std::uint32_t bits = cuda_cpu::bit_cast<std::uint32_t>(nearest);
+  return cuda_cpu::bit_cast<float>((bits - (nearest_magnitude > magnitude)) | 1u);
 }
 
 /// A 16-bit floating point number of the given format.

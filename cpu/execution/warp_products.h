@@ -2,11 +2,11 @@
 // last one to arrive computes.
 #pragma once
 
-#include <bit>
 #include <cstdint>
 #include <cstring>
 
 #include "cpu/execution/cuda_cpu.h"
+#include "cpu/execution/later_than_cpp17.h"
 #include "cpu/hopper/matrix_moves.h"
 #include "cpu/library/matrix_product.h"
 
@@ -54,7 +54,7 @@ struct MmaTf32 {
   const unsigned (&a)[4];
   unsigned b[2];
 
-  static float element(unsigned bits) { return std::bit_cast<float>(bits & ~0x1fffu); }
+  static float element(unsigned bits) { return cuda_cpu::bit_cast<float>(bits & ~0x1fffu); }
 
   static void combine(void* const* operands, unsigned lanes) {
     if (lanes != ~0u) fail("mma without all 32 lanes of the warp");
@@ -95,7 +95,7 @@ void mma_m16n8k16(float (&sum)[4], const unsigned (&a)[4], unsigned b0, unsigned
 }
 
 inline unsigned to_tf32(float value) {
-  const unsigned bits = std::bit_cast<unsigned>(value);
+  const unsigned bits = cuda_cpu::bit_cast<unsigned>(value);
   if ((bits & 0x7f800000) == 0x7f800000) return bits;
   return (bits + 0x1000) & ~0x1fffu;
 }

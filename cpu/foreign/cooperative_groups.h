@@ -52,7 +52,7 @@ thread_block this_thread_block(block_tile_memory<kMostThreads>& memory) {
 
 class grid_group {
  public:
-  static bool is_valid() { return true; }
+  static bool is_valid() { return cuda_cpu::is_cooperative(); }
   static void sync(cuda_cpu::Site site = cuda_cpu::Site::here()) { cuda_cpu::grid_barrier(site); }
   static unsigned long long num_blocks() {
     return static_cast<unsigned long long>(gridDim.x) * gridDim.y * gridDim.z;

@@ -33,5 +33,8 @@
 #define __NV_SILENCE_DEPRECATION_BEGIN
 #define __NV_SILENCE_DEPRECATION_END
 
+// Of what two_passes.py makes of a function for host and device.
+#define CUDA_CPU_IN_KERNEL (!__builtin_is_constant_evaluated() && ::cuda_cpu::in_kernel())
+
 #include "cuda_runtime.h"
 #include "runtime_helpers.h"

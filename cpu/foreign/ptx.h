@@ -8,7 +8,6 @@
 #pragma once
 
 #include <algorithm>
-#include <bit>
 #include <cfenv>
 #include <cmath>
 #include <cstdint>
@@ -17,6 +16,7 @@
 #include <type_traits>
 
 #include "cpu/execution/device_functions.h"
+#include "cpu/execution/later_than_cpp17.h"
 #include "cpu/execution/small_float.h"
 #include "cpu/hopper/matrix_moves.h"
 #include "cpu/hopper/units.h"
@@ -106,7 +106,7 @@ inline int rank_of(std::uint64_t address) {
 
 template <class T>
 using Modulo = typename std::conditional_t<std::is_integral_v<T>, std::make_unsigned<T>,
-                                           std::type_identity<T>>::type;
+                                           cuda_cpu::type_identity<T>>::type;
 
 template <class T>
 T add(T a, T b) {
@@ -315,7 +315,7 @@ std::uint32_t bfind(T a, bool as_shift) {
   Modulo<T> bits = static_cast<Modulo<T>>(a);
   if (std::is_signed_v<T> && a < 0) bits = static_cast<Modulo<T>>(~bits);
   if (bits == 0) return ~0u;
-  const int zeros = std::countl_zero(bits);
+  const int zeros = cuda_cpu::countl_zero(bits);
   return static_cast<std::uint32_t>(as_shift ? zeros : int(8 * sizeof(T)) - 1 - zeros);
 }
 template <class T>
@@ -391,7 +391,7 @@ std::uint32_t packed(float high, float low, bool relu) {
   return as<std::uint32_t>(pair);
 }
 inline std::uint32_t to_tf32(float value, bool away) {
-  std::uint32_t bits = std::bit_cast<std::uint32_t>(value);
+  std::uint32_t bits = cuda_cpu::bit_cast<std::uint32_t>(value);
   if ((bits & 0x7F800000) == 0x7F800000) return bits;
   return (bits + (away ? 0x1000 : 0xFFF + (bits >> 13 & 1))) & ~0x1FFFu;
 }
@@ -402,7 +402,7 @@ inline std::uint32_t to_tf32(float value, bool away) {
 template <class T>
 T load_ordered(T* address, std::memory_order order, Site site) {
   using Bits = Unsigned<sizeof(T)>;
-  std::atomic_ref<Bits> at(*reinterpret_cast<Bits*>(address));
+  cuda_cpu::atomic_ref<Bits> at(*reinterpret_cast<Bits*>(address));
   look(address, at.load(std::memory_order_relaxed), site);
   const Bits value = at.load(order);
   order_read(address, order == std::memory_order_acquire);
@@ -413,7 +413,7 @@ template <class T>
 void store_ordered(T* address, T value, std::memory_order order) {
   using Bits = Unsigned<sizeof(T)>;
   const OrderedWrite write(address, order == std::memory_order_release);
-  std::atomic_ref<Bits>(*reinterpret_cast<Bits*>(address)).store(as<Bits>(value), order);
+  cuda_cpu::atomic_ref<Bits>(*reinterpret_cast<Bits*>(address)).store(as<Bits>(value), order);
 }
 template <class T>
 T atomic_exchange_if(T* address, T compare, T value, Site site) {
@@ -460,7 +460,7 @@ inline unsigned multiprocessor() {
 inline bool elect(unsigned mask, Site site) {
   warp_meet(
       mask, [](void* const*, unsigned) {}, nullptr, "elect.sync", site);
-  return lane_id() == static_cast<unsigned>(std::countr_zero(mask));
+  return lane_id() == static_cast<unsigned>(cuda_cpu::countr_zero(mask));
 }
 
 /// shfl.sync: `bounds` has the segment's mask in its upper half, and its last lane in the lower
@@ -526,7 +526,7 @@ inline std::uint32_t movmatrix(std::uint32_t pair, Site site) {
 
 struct Tf32 {
   static constexpr int kBits = 32;
-  static float element(std::uint32_t bits) { return std::bit_cast<float>(bits & ~0x1FFFu); }
+  static float element(std::uint32_t bits) { return cuda_cpu::bit_cast<float>(bits & ~0x1FFFu); }
 };
 template <class Format>
 struct Short {

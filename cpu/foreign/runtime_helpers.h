@@ -178,7 +178,14 @@ cudaError_t cudaLaunchCooperativeKernel(Kernel* kernel, dim3 grid, dim3 block, v
                                         cuda_cpu::Site site = cuda_cpu::Site::here()) {
   const cudaError_t error = cuda_cpu::check_cooperative(grid);
   if (error != cudaSuccess) return error;
-  return cudaLaunchKernel(kernel, grid, block, arguments, shared_bytes, stream, site);
+  cuda_cpu::LaunchConfig config = cuda_cpu::launch(grid, block, shared_bytes, stream, site);
+  config.cooperative = true;
+  if constexpr (std::is_function_v<Kernel>) {
+    cuda_cpu::launch_with_pointers(kernel, config, arguments);
+    return cudaPeekAtLastError();
+  } else {
+    return cuda_cpu::launch_known(config, kernel, arguments);
+  }
 }
 inline cudaError_t cudaLaunchKernelExC(const cudaLaunchConfig_t* config, const void* kernel,
                                        void** arguments,

@@ -3,10 +3,10 @@
 #pragma once
 
 #include <algorithm>
-#include <bit>
 #include <cstdint>
 #include <limits>
 
+#include "cpu/execution/later_than_cpp17.h"
 #include "cpu/execution/small_float.h"
 #include "cuda_bf16.h"
 #include "cuda_fp16.h"
@@ -26,25 +26,26 @@ struct E4m3Format {
     // A subnormal's fraction counts in units of 2^-9: see HalfFormat.
     constexpr float kSmallestNormal = 0x1p-6f;
     const float subnormal =
-        std::bit_cast<float>(magnitude + std::bit_cast<std::uint32_t>(kSmallestNormal)) -
+        cuda_cpu::bit_cast<float>(magnitude + cuda_cpu::bit_cast<std::uint32_t>(kSmallestNormal)) -
         kSmallestNormal;
     const std::uint32_t value =
-        magnitude < 1u << 23 ? std::bit_cast<std::uint32_t>(subnormal) : magnitude + kRebias;
-    return std::bit_cast<float>(value | (bits & 0x80u) << 24);
+        magnitude < 1u << 23 ? cuda_cpu::bit_cast<std::uint32_t>(subnormal) : magnitude + kRebias;
+    return cuda_cpu::bit_cast<float>(value | (bits & 0x80u) << 24);
   }
 
   /// To nearest, ties to even. What is too large, and infinity, becomes the largest number.
   static constexpr std::uint8_t from_float(float value) {
-    const std::uint32_t bits = std::bit_cast<std::uint32_t>(value);
+    const std::uint32_t bits = cuda_cpu::bit_cast<std::uint32_t>(value);
     const std::uint32_t magnitude = bits & 0x7FFFFFFF;
     if (magnitude > 0x7F800000) return kNan;
     const std::uint32_t normal = (magnitude - kRebias + 0x7FFFF + (magnitude >> 20 & 1)) >> 20;
     // The sum with 2^14, whose last bit is worth 2^-9, rounds to the subnormals.
     const std::uint32_t subnormal =
-        std::bit_cast<std::uint32_t>(std::bit_cast<float>(magnitude) + 0x1p14f) -
-        std::bit_cast<std::uint32_t>(0x1p14f);
-    const std::uint32_t rounded =
-        magnitude < std::bit_cast<std::uint32_t>(0x1p-6f) ? subnormal : std::min(normal, kLargest);
+        cuda_cpu::bit_cast<std::uint32_t>(cuda_cpu::bit_cast<float>(magnitude) + 0x1p14f) -
+        cuda_cpu::bit_cast<std::uint32_t>(0x1p14f);
+    const std::uint32_t rounded = magnitude < cuda_cpu::bit_cast<std::uint32_t>(0x1p-6f)
+                                      ? subnormal
+                                      : std::min(normal, kLargest);
     return static_cast<std::uint8_t>((bits >> 24 & 0x80) | rounded);
   }
 };
@@ -61,16 +62,17 @@ struct E5m2Format {
 
   /// To nearest, ties to even. What is too large, and infinity, becomes the largest number.
   static constexpr std::uint8_t from_float(float value) {
-    const std::uint32_t bits = std::bit_cast<std::uint32_t>(value);
+    const std::uint32_t bits = cuda_cpu::bit_cast<std::uint32_t>(value);
     const std::uint32_t magnitude = bits & 0x7FFFFFFF;
     if (magnitude > 0x7F800000) return kNan;
     const std::uint32_t normal = (magnitude - kRebias + 0xFFFFF + (magnitude >> 21 & 1)) >> 21;
     // The sum with 2^7, whose last bit is worth 2^-16, rounds to the subnormals.
     const std::uint32_t subnormal =
-        std::bit_cast<std::uint32_t>(std::bit_cast<float>(magnitude) + 0x1p7f) -
-        std::bit_cast<std::uint32_t>(0x1p7f);
-    const std::uint32_t rounded =
-        magnitude < std::bit_cast<std::uint32_t>(0x1p-14f) ? subnormal : std::min(normal, kLargest);
+        cuda_cpu::bit_cast<std::uint32_t>(cuda_cpu::bit_cast<float>(magnitude) + 0x1p7f) -
+        cuda_cpu::bit_cast<std::uint32_t>(0x1p7f);
+    const std::uint32_t rounded = magnitude < cuda_cpu::bit_cast<std::uint32_t>(0x1p-14f)
+                                      ? subnormal
+                                      : std::min(normal, kLargest);
     return static_cast<std::uint8_t>((bits >> 24 & 0x80) | rounded);
   }
 };

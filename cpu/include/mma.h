@@ -11,11 +11,11 @@
 
 #pragma once
 
-#include <bit>
 #include <cstdint>
 #include <type_traits>
 
 #include "cpu/execution/cuda_cpu.h"
+#include "cpu/execution/later_than_cpp17.h"
 #include "cpu/library/matrix_product.h"
 #include "cpu/watch/counting.h"
 #include "cuda_bf16.h"
@@ -23,9 +23,9 @@
 
 /// Rounds to the 10 bits of fraction that tf32 has.
 inline float __float_to_tf32(float value) {
-  const std::uint32_t bits = std::bit_cast<std::uint32_t>(value);
+  const std::uint32_t bits = cuda_cpu::bit_cast<std::uint32_t>(value);
   if ((bits & 0x7F800000) == 0x7F800000) return value;
-  return std::bit_cast<float>((bits + 0x1000) & ~0x1FFFu);
+  return cuda_cpu::bit_cast<float>((bits + 0x1000) & ~0x1FFFu);
 }
 
 namespace nvcuda::wmma {
@@ -59,7 +59,7 @@ inline constexpr bool kInputShape =
 template <class T>
 float factor(Stored<T> element) {
   if constexpr (std::is_same_v<T, precision::tf32>) {
-    return std::bit_cast<float>(std::bit_cast<std::uint32_t>(element) & ~0x1FFFu);
+    return cuda_cpu::bit_cast<float>(cuda_cpu::bit_cast<std::uint32_t>(element) & ~0x1FFFu);
   } else {
     return element;
   }
@@ -72,7 +72,7 @@ struct Access {
   const char* operation;
 
   static void check_agreement(void* const* operands, unsigned lanes) {
-    const Access& first = *static_cast<const Access*>(operands[std::countr_zero(lanes)]);
+    const Access& first = *static_cast<const Access*>(operands[cuda_cpu::countr_zero(lanes)]);
     if (lanes != ~0u) cuda_cpu::fail("%s without all 32 lanes of the warp", first.operation);
     for (int lane = 1; lane < 32; ++lane) {
       const Access& other = *static_cast<const Access*>(operands[lane]);
@@ -186,7 +186,7 @@ struct fragment<accumulator, M, N, K, T, void> : detail::Share<T, M, N> {
 /// Sets all elements of the calling lane's share.
 template <class Use, int M, int N, int K, class T, class Layout>
 void fill_fragment(fragment<Use, M, N, K, T, Layout>& f,
-                   const std::type_identity_t<detail::Stored<T>>& value) {
+                   const cuda_cpu::type_identity_t<detail::Stored<T>>& value) {
   for (auto& element : f.x) element = value;
 }
 

@@ -341,6 +341,7 @@ cudaError_t attribute_value(cudaDeviceAttr attribute, int* value) {
     case cudaDevAttrUnifiedAddressing:
     case cudaDevAttrManagedMemory:
     case cudaDevAttrConcurrentManagedAccess:
+    case cudaDevAttrHostRegisterSupported:
     case cudaDevAttrMaxBlocksPerMultiprocessor:
     case cudaDevAttrClusterLaunch:
     case cudaDevAttrCooperativeLaunch:
@@ -501,6 +502,8 @@ cudaError_t cudaGetDeviceProperties(cudaDeviceProp* properties, int device) {
   properties->canMapHostMemory = get(cudaDevAttrCanMapHostMemory);
   properties->unifiedAddressing = get(cudaDevAttrUnifiedAddressing);
   properties->managedMemory = get(cudaDevAttrManagedMemory);
+  properties->concurrentManagedAccess = get(cudaDevAttrConcurrentManagedAccess);
+  properties->hostRegisterSupported = get(cudaDevAttrHostRegisterSupported);
   properties->l2CacheSize = get(cudaDevAttrL2CacheSize);
   return result(cudaSuccess);
 }
@@ -798,13 +801,16 @@ namespace cuda_cpu {
 
 LaunchConfig launch_with_attributes(const cudaLaunchConfig_t& config, Site site) {
   LaunchConfig launch = {
-      config.gridDim, config.blockDim, config.dynamicSmemBytes, config.stream, site, 0, false};
+      config.gridDim, config.blockDim, config.dynamicSmemBytes, config.stream, site, 0, false,
+      false};
   for (unsigned i = 0; i < config.numAttrs; ++i) {
     const cudaLaunchAttribute& attribute = config.attrs[i];
     if (attribute.id == cudaLaunchAttributeClusterDimension) {
       launch.cluster = attribute.val.clusterDim.x;
     } else if (attribute.id == cudaLaunchAttributeProgrammaticStreamSerialization) {
       launch.early = attribute.val.programmaticStreamSerializationAllowed != 0;
+    } else if (attribute.id == cudaLaunchAttributeCooperative) {
+      launch.cooperative = attribute.val.cooperative != 0;
     }
   }
   return launch;

@@ -6,6 +6,7 @@ import os
 import platform
 import re
 import shutil
+import subprocess
 import sys
 
 from conftest import ROOT, execute
@@ -86,6 +87,12 @@ MISTAKES = {
     "a kernel called like a function": (WRITE, "f(d)", "calls the kernel f like any function, without <<<"),
     "a strange address, and a long std::string": (
         WRITE, "std::string s(99, 'x'); f<<<1, 128>>>(d); puts((s + s).c_str())", "4 bytes behind the end"),
+    "grid.sync() of an ordinary launch": (
+        "__global__ void f(float* x) {\n  cooperative_groups::this_grid().sync();\n}", "f<<<1, 32>>>(d)",
+        "grid.sync.. at program.cu:@2, but the launch is not cooperative: cudaLaunchCooperativeKernel"),
+    "a constructor in shared memory": (
+        "struct Two { int two = 2; };\n__global__ void f(float* x) { __shared__ Two s[9]; x[0] = s[0].two; }",
+        "f<<<1, 32>>>(d)", "a __shared__ variable has a constructor that is not empty: nvcc refuses it"),
     "a barrier that not all come to": (
         "__global__ void f(float* x) { if (threadIdx.x) __syncthreads(); }", "f<<<1, 32>>>(d)",
         "waits in __syncthreads"),
@@ -95,7 +102,7 @@ MISTAKES = {
 @pytest.fixture(scope="module")
 def mistaken(tmp_path_factory):
     """(the program of all mistakes, the line before each kernel)."""
-    text, lines = "#include <string>\n", []
+    text, lines = "#include <cooperative_groups.h>\n#include <string>\n", []
     for number, (kernel, launch, _) in enumerate(MISTAKES.values()):
         text += f"namespace mistake_{number} {{\n"
         lines.append(text.count("\n"))
@@ -489,6 +496,319 @@ __global__ void own(int* x, const int* nothing) {
 def test_forms_of_other_programs(tried):
     result = tried(FORMS, own_h=OWN)
     assert result.rc == 0, result.stdout + result.stderr
+
+
+# Kernels that have the names of functions of std and of the C library, one of them in two namespaces, and parameters that
+# have the names of functions of the host. Blocks that use memory from new and malloc().
+NAMES = """
+#include <algorithm>
+#include <numeric>
+#include <iostream>
+#include <string.h>
+using namespace std;
+__global__ void merge(int* x, int n) { x[threadIdx.x] += n; }
+__global__ void fill(int* x, int value) { x[threadIdx.x] = value; }
+__global__ void copy(const int* x, int* y) { y[threadIdx.x] = x[threadIdx.x]; }
+__global__ void reduce(const int* x, int* y, int n) { for (int i = 0; i < n; ++i) y[0] += x[i]; }
+__global__ void iota(int* x) { x[threadIdx.x] = threadIdx.x; }
+__global__ void index(int* x) { x[threadIdx.x] += 1; }
+__global__ void free(int* x, int value) { x[threadIdx.x] += value; }
+__global__ void max_element(const int* x, int* y) { y[0] = x[31]; }
+namespace { __global__ void sort(int* x, int n) { x[threadIdx.x] += n; } }
+namespace own {
+__global__ void count(int* x) { x[threadIdx.x] += 1; }
+void go(int* x) { count<<<1, 32>>>(x); }
+}
+template <class T> __global__ void transform(T* x, T value) { x[threadIdx.x] += value; }
+template <int N> __global__ void rotate(int* x) { x[threadIdx.x] += N; }
+template <class Kernel> void launch(Kernel iota, int* x) { iota<<<1, 32>>>(x, 1); }
+float host(float x) { return x; }
+template <class F> __device__ int call(F host) { return host(3); }
+__global__ void calls(int* x) { x[threadIdx.x] += call([](int y) { return y; }); }
+int shadowed = 3;
+__global__ void parameters(int* x, int shadowed) { int a = 0, b = shadowed; x[threadIdx.x] += a + b; }
+struct Node { int value; Node* next; };
+__device__ Node* kept;
+__global__ void allocates(int* x) {
+  Node* node = new Node{1, nullptr};
+  int* numbers = (int*)malloc(40);
+  numbers[9] = 1;
+  atomicAdd(x + threadIdx.x, node->value + numbers[9]);
+  delete node;
+  free(numbers);
+  if (blockIdx.x == 3 && threadIdx.x == 0) kept = new Node[32];
+}
+__global__ void uses(int* x) { kept[threadIdx.x].value = 1; x[threadIdx.x] += kept[threadIdx.x].value; }
+__global__ void gives_back() { delete[] kept; }
+int main() {
+  int *x, *y, got[32];
+  cudaMalloc(&x, 128);
+  cudaMalloc(&y, 128);
+  iota<<<1, 32>>>(x);
+  index<<<1, 32>>>(x);
+  merge<<<1, 32>>>(x, 1);
+  free<<<1, 32>>>(x, 1);
+  sort<<<1, 32>>>(x, 1);
+  own::count<<<1, 32>>>(x);
+  own::go(x);
+  transform<<<1, 32>>>(x, 1);
+  transform<int><<<1, 32>>>(x, 1);
+  rotate<1><<<1, 32>>>(x);
+  launch<void (*)(int*, int)>(merge, x);
+  calls<<<1, 32>>>(x);
+  parameters<<<1, 32>>>(x, 1);
+  allocates<<<4, 32>>>(x);
+  uses<<<1, 32>>>(x);
+  gives_back<<<1, 1>>>();
+  fill<<<1, 32>>>(y, 0);
+  reduce<<<1, 1>>>(x, y, 32);
+  max_element<<<1, 1>>>(x, y + 1);
+  copy<<<1, 32>>>(y, x);
+  cudaMemcpy(got, x, 128, cudaMemcpyDeviceToHost);
+  cout << got[0] << " " << got[1] << endl;  // each element is its index and 23 more
+  cudaFree(x);
+  cudaFree(y);
+  return got[0] != 31 * 16 + 32 * 23 || got[1] != 31 + 23;
+}
+"""
+
+
+def test_names_of_libraries_and_memory_from_kernels(tried):
+    result = tried(NAMES)
+    assert result.rc == 0, result.stdout + result.stderr
+    assert "A mistake" not in result.stdout
+
+
+# Each function says where it runs, as nvcc's two passes let it. A barrier would stop the host, and a macro that
+# depends on the pass is used by another macro.
+PASSES = """
+#include <cstdio>
+#ifdef __CUDA_ARCH__
+#define PLACE "device"
+#else
+#define PLACE "host"
+#endif
+#define BOTH __host__ __device__
+#define LETTER PLACE[0]
+BOTH int where() {
+#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 700
+  __syncthreads();
+  return 1;
+#else
+  return 0;
+#endif
+}
+struct Number {
+  int value;
+  __host__ __device__ int get() const {
+#ifndef __CUDA_ARCH__
+    return value;
+#endif
+    return value + 10;
+  }
+};
+template <class T> BOTH constexpr T twice(T x) {
+#ifdef __CUDA_ARCH__
+  return 2 * x + 1;
+#else
+  return 2 * x;
+#endif
+}
+BOTH char letter() { return LETTER; }
+int of_host() {
+#ifdef __CUDA_ARCH__
+  return 1;
+#endif
+  return 0;
+}
+__global__ void f(int* x) {
+  auto own = [] BOTH (int y) {
+#ifdef __CUDA_ARCH__
+    return y;
+#else
+    return -y;
+#endif
+  };
+  const int values[] = {where(), Number{1}.get(), twice(1), letter(), own(1), __LINE__};
+  if (threadIdx.x < 6) x[threadIdx.x] = values[threadIdx.x];
+}
+int main() {
+  int *x, got[6];
+  cudaMalloc(&x, 128);
+  f<<<1, 32>>>(x);
+  cudaMemcpy(got, x, 24, cudaMemcpyDeviceToHost);
+  cudaFree(x);
+  static_assert(twice(1) == 2);
+  printf("device: %d %d %d %c %d %d\\n", got[0], got[1], got[2], got[3], got[4], got[5]);
+  printf("host: %d %d %d %c %d %d\\n", where(), Number{1}.get(), twice(1), letter(), of_host(), __LINE__);
+}
+"""
+
+
+def test_what_the_host_compiles_and_what_the_device(tried):
+    result = tried(PASSES)
+    lines = [number for number, line in enumerate(PASSES.splitlines(), 1) if "__LINE__" in line]
+    assert f"device: 1 11 3 d 1 {lines[0]}\nhost: 0 1 2 h 0 {lines[1]}\n" in result.stdout, result.stdout + result.stderr
+    assert result.rc == 0
+
+
+# Of C++17, and not of C++20: an aggregate with a constructor that is not its own, a comparison that would call itself with
+# its sides changed, a u8 literal, names that std has got since. And what nvcc takes: a constructor that does nothing in
+# shared memory, macros for the bounds of a kernel on either side of void, attributes and properties of all kinds.
+STANDARD = """
+#include <algorithm>
+#include <cstdio>
+#include <functional>
+#include <numeric>
+using namespace std;
+struct Aggregate { int value; Aggregate() = delete; };
+struct Left { int value; };
+struct Right { int value; bool operator==(const Left& other) const { return value == other.value; } };
+bool operator==(const Left& left, const Right& right) { return right == left; }
+const char* text = u8"text";
+template <class T> __host__ __device__ T midpoint(T a, T b) { return (a + b) / 2; }
+int popcount(unsigned x) { return x ? 1 + popcount(x & (x - 1)) : 0; }
+struct identity { int operator()(int x) const { return x; } };
+struct Pair { float x, y; __device__ Pair() {} };
+#define BOUNDS(n) __launch_bounds__(n)
+#define SMALL __launch_bounds__(64)
+__global__ BOUNDS(64) void f(float* x) {
+  __shared__ Pair s[32];
+  s[threadIdx.x].x = threadIdx.x;
+  __syncthreads();
+  x[threadIdx.x] = midpoint(s[31 - threadIdx.x].x, 1.0f);
+}
+template <class T> __global__ SMALL void g(T* x) { x[threadIdx.x] += 1; }
+__global__ void SMALL h(float* x) { x[threadIdx.x] += 1; }
+int main() {
+  float *x, got[32];
+  cudaMalloc(&x, 128);
+  f<<<1, 32>>>(x);
+  g<<<1, 32>>>(x);
+  h<<<1, 32>>>(x);
+  cudaMemcpy(got, x, 128, cudaMemcpyDeviceToHost);
+  cudaFree(x);
+  int value;
+  cudaDeviceProp properties;
+  if (cudaDeviceGetAttribute(&value, cudaDevAttrStreamPrioritiesSupported, 0)) return 1;
+  if (cudaDeviceGetAttribute(&value, cudaDevAttrHostRegisterSupported, 0) || value != 1) return 2;
+  if (cudaGetDeviceProperties(&properties, 0) || properties.surfaceAlignment != 0) return 3;
+  cudaDeviceGetAttribute(&value, cudaDevAttrConcurrentManagedAccess, 0);
+  if (value != properties.concurrentManagedAccess) return 4;
+  Aggregate aggregate{7};
+  if (!(Left{1} == Right{1}) || popcount(7) != 3 || identity()(aggregate.value) != 7) return 5;
+  if (got[31] != 2.5f) return 6;
+  h<<<1, 65>>>(x);
+  if (cudaGetLastError() == cudaSuccess) return 7;
+  printf("%s %ld\\n", text, __cplusplus);
+}
+"""
+
+
+def test_the_standard_is_that_of_nvcc(tried):
+    result = tried(STANDARD)
+    assert "text 201703" in result.stdout and result.rc == 0, result.stdout + result.stderr
+
+
+def test_another_standard(tried):
+    result = tried("template <class T> concept Any = true;\nint main() { return !Any<int>; }\n", "-std=c++20")
+    assert result.rc == 0, result.stdout + result.stderr
+    assert "invalid choice" in tried("int main() {}\n", "-std=c++98").stderr
+
+
+READS = """#include <iostream>
+#include <string>
+__global__ void f(float* x, int with_barrier) {
+  __shared__ float s[64];
+  s[threadIdx.x] = threadIdx.x;
+  if (with_barrier) __syncthreads();
+  x[threadIdx.x] = s[63 - threadIdx.x];
+}
+int main() {
+  std::string line, all;
+  while (std::getline(std::cin, line)) all += line + "+";
+  std::cout << "read " << all << std::endl;
+  if (all.empty()) return 0;
+  float* x;
+  cudaMalloc(&x, 256);
+  f<<<1, 64>>>(x, all != "race+");
+  cudaDeviceSynchronize();
+  cudaFree(x);
+}
+"""
+
+
+def test_standard_input(tmp_path):
+    """From a file and from a pipe."""
+    path, given = tmp_path / "program.cu", tmp_path / "given"
+    path.write_text(READS)
+    given.write_text("left out\none\ntwo\n")
+    with open(given, "rb") as file:
+        file.seek(len("left out\n"))
+        result = subprocess.run([TRY, path, "--quick"], stdin=file, capture_output=True, text=True, timeout=300)
+    assert "read one+two+\n" in result.stdout, result.stdout + result.stderr
+    result = subprocess.run([TRY, path, "--quick"], input="three\n", capture_output=True, text=True, timeout=300)
+    assert "read three+\n" in result.stdout and result.returncode == 0, result.stdout + result.stderr
+
+
+@pytest.mark.extensive
+def test_a_sanitizer_reads_the_same(tmp_path):
+    path = tmp_path / "program.cu"
+    path.write_text(READS)
+    for text, said in (("race\n", "A race: "), ("right\n", "No race: ")):
+        result = subprocess.run([TRY, path, "--race"], input=text, capture_output=True, text=True, timeout=300)
+        assert said in result.stdout, result.stdout + result.stderr
+
+
+# A race in the first file, in the second one, and in a header that both include.
+RACES_OF_FILES = {
+    "program.cu": """#include "own.h"
+__global__ void second(float* x);
+__global__ void first(float* x) {
+  __shared__ float s[64];
+  if (blockIdx.y == 0) put(s);
+  x[threadIdx.x] = s[63 - threadIdx.x];
+}
+int main(int count, char**) {
+  float* x;
+  cudaMalloc(&x, 256);
+  if (count > 1) second<<<1, 64>>>(x);
+  else first<<<1, 64>>>(x);
+  cudaDeviceSynchronize();
+  cudaFree(x);
+}
+""",
+    "own.h": "// shared\n__device__ inline void put(float* s) {\n  s[threadIdx.x] = 1;\n}\n",
+    "other.cu": """// the second file
+__global__ void second(float* x) {
+  __shared__ float s[64];
+  s[threadIdx.x] = 2;
+  x[threadIdx.x] = s[63 - threadIdx.x];
+}
+""",
+}
+
+
+@pytest.mark.extensive
+def test_a_race_is_quoted_from_its_file(tmp_path):
+    for name, text in RACES_OF_FILES.items():
+        (tmp_path / name).write_text(text)
+    command = [TRY, tmp_path / "program.cu", tmp_path / "other.cu", "--race"]
+    result = execute(command, timeout=300)
+    assert "in line 3 of own.h: s[threadIdx.x] = 1;" in result.stdout, result.stdout + result.stderr
+    assert "in line 6: x[threadIdx.x] = s[63 - threadIdx.x];" in result.stdout, result.stdout
+    result = execute([*command, "--", "1"], timeout=300)
+    assert "in line 4 of other.cu: s[threadIdx.x] = 2;" in result.stdout, result.stdout + result.stderr
+    assert "in line 5 of other.cu: x[threadIdx.x] = s[63 - threadIdx.x];" in result.stdout, result.stdout
+
+
+def test_what_is_not_looked_at_is_said(tried):
+    source = "struct A { virtual int f() { return 1; } };\n"
+    source += program(SHARED % ("__shared__ float s[32];", ""), "f<<<1, 32>>>(d)")
+    result = tried(source)
+    assert "Not looked at: whether a kernel reads shared memory that nobody has written" in result.stdout, result.stdout
+    assert "Not looked at: whether a kernel calls a virtual function" in result.stdout and result.rc == 0
+    assert "Not looked at" not in tried(program(WRITE, "f<<<1, 32>>>(d)")).stdout
 
 
 # What a survey of public programs needed. The constructor stands outside of its class, and the function of the host with
@@ -1484,6 +1804,30 @@ REFUSALS = {
     "int main() {\n  return nowhere;\n}\n": "does not compile: .*nowhere.*\n    program.cu, line 2: return nowhere;",
     "int main() { cudaNoSuch(); }\n": r"does not have cudaNoSuch \(docs/cpu.md",
     "#include \"nosuch.h\"\nint main() {}\n": "there is no nosuch.h",
+    "#include \"nosuch.h\"\n__global__ void g() {}\n__global__ void f() {\n  g<<<1, 1>>>();\n}\nint main() {}\n":
+        "there is no nosuch.h .*\n    program.cu, line 1",
+    "__global__ int f(int* x) { return x[0]; }\nint main() { f<<<1, 1>>>(nullptr); }\n":
+        "program.cu:1: a kernel returns void, and nothing else; nvcc refuses int, too",
+    # nvcc 13.0 refuses these, or warns of them and reaches another variable.
+    "int n = 3;\n__global__ void f(int* x) {\n  x[0] = 2 * n;\n}\nint main() {}\n":
+        "f runs on the GPU, and uses n, which is a variable of the host: .*\n    program.cu:3: ",
+    "const float w[2] = {1, 2};\n__global__ void f(float* x) { x[0] = w[threadIdx.x]; }\nint main() {}\n":
+        "f runs on the GPU, and uses w, which is a variable of the host",
+    "__constant__ float w[2];\nint main() {\n  w[1] = 2;\n}\n":
+        r"main runs on the host, and writes w, which is the GPU's: cudaMemcpyToSymbol\(\) .*\n    program.cu:3: ",
+    "__device__ int n;\nint main() { int mine = 1 + n; return mine; }\n":
+        "main runs on the host, and reads n, which is the GPU's",
+    "__constant__ int n;\n__global__ void f() { n = 2; }\nint main() {}\n":
+        "f runs on the GPU, and writes n, which is __constant__",
+    "__device__ int g() { return 1; }\nint main() { return g(); }\n":
+        r"main runs on the host, and calls g\(\), which only the GPU",
+    "int main() { int x = 0; atomicAdd(&x, 1); }\n":
+        r"main runs on the host, and calls atomicAdd\(\), which only the GPU has",
+    "int main() { return threadIdx.x; }\n": "main runs on the host, where there is no threadIdx",
+    "__global__ void f(float* x) { atomicMax(x, 1.0f); }\nint main() {}\n":
+        r"nvcc refuses atomicMax\(\) for float, too: CUDA has no such function\n    program.cu, line 1",
+    "__global__ void f(size_t* x) { atomicAdd(x, 1); }\nint main() {}\n":
+        r"nvcc refuses atomicAdd\(\) for unsigned long, too",
     "__global__ void f(int* x) { x[0] = __shfl(x[0], 0); }\nint main() {}\n":
         r"nvcc refuses __shfl\(\), too, .* write __shfl_sync\(mask",
 }

@@ -14,6 +14,7 @@
 #include <memory>
 #include <string>
 
+#include "cpu/execution/later_than_cpp17.h"
 #include "cpu/watch/counts.h"
 
 namespace cuda_cpu {
@@ -56,7 +57,7 @@ void count_library(std::int64_t bytes);
 
 /// What the hook before each load and store of the calling thread is for. 1: to count. 2: nothing,
 /// as on the host. cpu/two_versions.py asks.
-extern constinit thread_local std::uint8_t hook_use;
+extern CUDA_CPU_CONSTINIT thread_local std::uint8_t hook_use;
 /// A thread of a kernel starts.
 void choose_hook_use();
 

@@ -28,6 +28,7 @@
 #include "cpu/runtime/device_state.h"
 #include "cpu/runtime/environment.h"
 #include "cpu/watch/counting.h"
+#include "cpu/watch/device_heap.h"
 #include "cpu/watch/memory_watch.h"
 #include "cpu/watch/repeats.h"
 
@@ -498,6 +499,7 @@ void ledger_stray(std::uintptr_t address, std::size_t bytes, bool store, std::ui
   if (in(&__executable_start, static_cast<std::size_t>(&_end - &__executable_start))) return;
   const char* const thread_local_end = static_cast<const char*>(__builtin_thread_pointer());
   if (in(thread_local_end - kNear, 2 * kNear)) return;
+  if (in_device_heap(address)) return;
   {  // pinned memory that is newer than the launch, such as what thrust asks for in a kernel
     std::lock_guard lock(device().mutex);
     const auto& allocations = device().allocations;

@@ -16,6 +16,7 @@
 #include "cpu/execution/worker_pool.h"
 #include "cpu/runtime/device_state.h"
 #include "cpu/runtime/environment.h"
+#include "cpu/watch/device_heap.h"
 #include "cpu/watch/ledger.h"
 
 // The program's own variables that can change lie from the first two to the last two, which are the
@@ -285,7 +286,7 @@ void Repeat::ran(const Launch& launch, double seconds) {
   kernel.ran += seconds;
   if (!found_) return;
   ++kernel.unused;
-  if (launch.failed || printed || events != found_->events) return;
+  if (launch.failed || printed || device_heap_used() || events != found_->events) return;
   std::vector<Piece> pieces = all_pieces();
   hash(launch.device, pieces);
   if (pieces.size() != found_->pieces.size()) return;

@@ -6,11 +6,12 @@
 
 #include <fenv.h>
 
-#include <bit>
 #include <cmath>
 #include <cstdint>
 #include <limits>
 #include <type_traits>
+
+#include "cpu/execution/later_than_cpp17.h"
 
 namespace cuda_cpu {
 
@@ -122,10 +123,13 @@ inline unsigned __float2uint_rd(float x) { return cuda_cpu::whole<unsigned>(std:
 inline unsigned __float2uint_ru(float x) { return cuda_cpu::whole<unsigned>(std::ceil(x)); }
 
 inline int __double2hiint(double x) {
-  return static_cast<int>(std::bit_cast<std::uint64_t>(x) >> 32);
+  return static_cast<int>(cuda_cpu::bit_cast<std::uint64_t>(x) >> 32);
 }
-inline int __double2loint(double x) { return static_cast<int>(std::bit_cast<std::uint64_t>(x)); }
+inline int __double2loint(double x) {
+  return static_cast<int>(cuda_cpu::bit_cast<std::uint64_t>(x));
+}
 inline double __hiloint2double(int high, int low) {
-  return std::bit_cast<double>(static_cast<std::uint64_t>(static_cast<std::uint32_t>(high)) << 32 |
-                               static_cast<std::uint32_t>(low));
+  return cuda_cpu::bit_cast<double>(static_cast<std::uint64_t>(static_cast<std::uint32_t>(high))
+                                        << 32 |
+                                    static_cast<std::uint32_t>(low));
 }

@@ -4,9 +4,10 @@
 
 #include <cub/device/two_calls.h>
 
-#include <bit>
 #include <cstdint>
 #include <numeric>
+
+#include "cpu/execution/later_than_cpp17.h"
 
 namespace cuda_cpu {
 
@@ -20,7 +21,7 @@ std::uint64_t radix(const Key& key, int begin, int end) {
       std::conditional_t<kBits == 16, std::uint16_t,
                          std::conditional_t<kBits == 32, std::uint32_t, std::uint64_t>>>;
   constexpr Bits kSign = Bits(Bits{1} << (kBits - 1));
-  Bits bits = std::bit_cast<Bits>(key);
+  Bits bits = cuda_cpu::bit_cast<Bits>(key);
   if constexpr (!std::is_integral_v<Key> && !std::is_enum_v<Key>) {  // also half and bf16
     if (bits == kSign) bits = 0;                                     // -0.0
     bits ^= bits & kSign ? Bits(~Bits{0}) : kSign;

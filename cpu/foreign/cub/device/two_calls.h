@@ -13,6 +13,7 @@
 #include <utility>
 #include <vector>
 
+#include "cpu/execution/later_than_cpp17.h"
 #include "cpu/foreign/thrust/detail/by_host.h"
 #include "runtime_helpers.h"
 
@@ -38,8 +39,9 @@ template <class Iterator>
 using ValueOf = typename std::iterator_traits<Iterator>::value_type;
 /// What an output iterator takes, or `Other` if the iterator does not say it.
 template <class Iterator, class Other>
-using ValueOr = std::conditional_t<std::is_void_v<ValueOf<Iterator>>, std::type_identity<Other>,
-                                   std::type_identity<ValueOf<Iterator>>>::type;
+using ValueOr =
+    std::conditional_t<std::is_void_v<ValueOf<Iterator>>, cuda_cpu::type_identity<Other>,
+                       cuda_cpu::type_identity<ValueOf<Iterator>>>::type;
 
 template <class Iterator>
 ValueOf<Iterator> at(Iterator first, std::ptrdiff_t i) {

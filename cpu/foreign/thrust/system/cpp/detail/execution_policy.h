@@ -9,6 +9,7 @@
 #include <type_traits>
 #include <utility>
 
+#include "cpu/execution/later_than_cpp17.h"
 #include "cuda_runtime.h"
 
 namespace thrust::system::cuda {
@@ -80,7 +81,7 @@ T reduce(execution_policy<Derived>&, Iterator first, Iterator last, T start, Com
 template <class Derived, class Pointer>
 auto get_value(execution_policy<Derived>&, Pointer pointer) {
   const cuda_cpu::Turn turn;
-  return std::remove_cvref_t<decltype(*raw(pointer))>(*raw(pointer));
+  return cuda_cpu::remove_cvref_t<decltype(*raw(pointer))>(*raw(pointer));
 }
 template <class Derived, class To, class From>
 void assign_value(execution_policy<Derived>&, To to, From from) {
