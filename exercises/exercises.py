@@ -18,7 +18,10 @@ from cu2cpp import with_headers  # noqa: E402
 
 
 def source_of(lesson):
-    """The file of a program, as seen from the root: solved exercises stand beside the others."""
+    """The file of a program, as seen from the root: solved exercises stand beside the others, and the benchmarks
+    of operators in their room."""
+    if lesson.startswith("operators_"):
+        return f"operators/bench/{lesson.removeprefix('operators_')}.cu"
     solved = f"exercises/{lesson}.cu"
     return solved if (ROOT / solved).exists() else f"{lesson}.cu"
 
