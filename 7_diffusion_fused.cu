@@ -752,9 +752,9 @@ __device__ inline float2 pair_at(const bf16* matrix, int rows, int cols, int row
       *reinterpret_cast<const __nv_bfloat162*>(matrix + static_cast<size_t>(row) * cols + col));
 }
 
-// A block's work. Its cluster is number `group` of `groups`, and has `tiles` tiles of
-// 64 rows: tile `group` and every groups-th after it, so that clusters read neighbouring rows. The
-// block, one of those of `cluster`, has kColumns columns from cluster.rank kColumns on.
+// A block's work. Its cluster is number `group` of `groups`, and has `tiles` tiles of 64 rows: tile
+// `group` and every groups-th after it, so that clusters read neighbouring rows. The block, one of
+// those of `cluster`, has kColumns columns from cluster.rank kColumns on.
 struct BlockWork {
   using Shared = ClusterShared;
   static constexpr int kBasisBytes = sizeof(Shared::basis[0]) + sizeof(Shared::mass[0]);
@@ -777,12 +777,12 @@ struct BlockWork {
 };
 
 // Where the blocks of a rank have put their sum, and how many of them have come.
-///
-// What the blocks share in memory is zero before the first launch; a launch leaves it ready for
-// the next one of the same pass and W, whatever V and the grid are. One launch at
-// a time: two streams need one of each. arrivals (blocks of a cluster): for each rank, in the
-// lower half how many have come, in the upper half how many launches there were. all_totals (2,
-// blocks, kEigen, kColumns): launches use the two sums in turn, and zero the other one.
+//
+// What the blocks share in memory is zero before the first launch; a launch leaves it ready for the
+// next one of the same pass and W, whatever V and the grid are. One launch at a time: two streams
+// need one of each. arrivals (blocks of a cluster): for each rank, in the lower half how many have
+// come, in the upper half how many launches there were. all_totals (2, blocks, kEigen, kColumns):
+// launches use the two sums in turn, and zero the other one.
 struct Meeting {
   unsigned* arrivals;
   unsigned start, groups;
@@ -804,8 +804,9 @@ struct Meeting {
 };
 
 // What the L2 cache does with tile t of the basis in the first product. The second one takes the
-// tiles from the last one back. The last kStages are in shared memory until then; of those before
-// them the cache shall keep the last kCachedBytes of all clusters, and not what comes earlier.
+// tiles from the last one back. The last kClusterStages are in shared memory until then; of those
+// before them the cache shall keep the last kCachedBytes of all clusters, and not what comes
+// earlier.
 constexpr int kCachedBytes = 32 << 20;
 __device__ __forceinline__ uint64_t basis_policy(const BlockWork& work, int t) {
   const int behind = work.tiles - kClusterStages - t;

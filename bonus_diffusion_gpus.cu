@@ -39,8 +39,8 @@ using namespace primitives;
 // ---- The steps of a block -----------------------------------------------------------------------
 
 // Lesson 7's *clusters* once more: what a block does, step by step. It loads, multiplies, adds to
-// the sum of all, meets, damps, multiplies again and stores. Here each step is a function of its
-// own, since the kernels below put other things between them; and blocks may also have 64 columns.
+// the sum of all, meets, damps, multiplies again and stores. Each step is a function, and the
+// kernels below put other things between them. Blocks may also have 64 columns.
 
 constexpr int kMostWidth = 512;
 
@@ -146,7 +146,7 @@ struct Totals {
 };
 
 // Where the blocks of a rank have put their sum, and how many of them have come.
-///
+//
 // What the blocks share in memory is zero before the first launch; a launch leaves it ready for
 // the next one with the same template arguments and W, whatever V and the grid are. One launch at
 // a time: two streams need one of each. arrivals (blocks of a cluster): for each rank, in the
