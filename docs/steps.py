@@ -19,7 +19,7 @@ ROOT = pathlib.Path(__file__).resolve().parent.parent
 LADDERS = {
     "1_matmul_basic": ["matmul_uncoalesced", "matmul_coalesced"],
     "2_matmul_sharedmem": [
-        "matmul_tile", "matmul_registers", "matmul_vectors", "matmul_async", "matmul_lean", "multiply_ahead",
+        "matmul_tile", "matmul_registers", "matmul_vectors", "matmul_async", "matmul_lean", "matmul_ahead",
         "matmul_stream_k",
     ],
     "3_matmul_tensorcore": [
