@@ -25,18 +25,18 @@
 //     large tiles  128 x 256 tiles, a thread owns 8 x 16       3/16
 //     lean         addresses are worked out once: fewer instructions that are not multiply-adds
 //     ahead        the next numbers arrive in registers while these are multiplied
-//     any shape    the operator that a program would call: tiles that suit N
+//     stream-K     blocks stay, and the steps of the last tiles are dealt out to all of them
 //
 // No tensor cores here: every multiply-add is true fp32. Tensor cores are lesson 3.
 
+#include <algorithm>
+
 #include "checks/product/square_matmul.h"
-#include "checks/workspace.h"
-#include "operators/product/fp32.cuh"
 #include "primitives/async_copy.cuh"
 #include "primitives/launch.h"
+#include "primitives/spin.cuh"
 
 using namespace checks;
-using namespace operators::product;
 using namespace primitives;
 
 // ---- tile ---------------------------------------------------------------------------------------
@@ -417,16 +417,14 @@ __global__ void __launch_bounds__((BM / TM) * (BN / TN), kBlocks)
 // just above it asks shared memory for, tens of cycles away. Eight warps, two for each scheduler,
 // are not enough to fill that time with others' work. So there are two sets of registers: while one
 // k is multiplied, the numbers of the next come into the other set.
-template <int BM, int BN, int BK, int TM, int TN, int kStages, int kBlocks, bool kAligned>
-__global__ void __launch_bounds__((BM / TM) * (BN / TN), kBlocks)
-    matmul_ahead(const float* A, const float* B, float* C, int n) {
+// Multiplies the steps `begin` to `end` - 1 of the tile of C at (row0, col0). finish(sum) says what
+// becomes of a thread's sums.
+template <int BM, int BN, int BK, int TM, int TN, int kStages, bool kAligned, typename Finish>
+__device__ void multiply_ahead(TilePair<BM, BN, BK>* stages, const float* A, const float* B, int n,
+                               int row0, int col0, int begin, int end, Finish finish) {
   constexpr int kThreadsX = BN / TN, kThreadsY = BM / TM, kThreads = kThreadsX * kThreadsY;
   constexpr int kStrideA = BM + 4;
-  extern __shared__ __align__(16) char shared[];
-  auto* const stages = reinterpret_cast<TilePair<BM, BN, BK>*>(shared);
   const int x = threadIdx.x % kThreadsX, y = threadIdx.x / kThreadsX;
-  const int row0 = blockIdx.y * BM, col0 = blockIdx.x * BN;
-  const int steps = (n + BK - 1) / BK;
 
   // With one copy of each thread the block copies kRowsA rows of the tile of A, or kRowsB rows of
   // the tile of B.
@@ -434,15 +432,16 @@ __global__ void __launch_bounds__((BM / TM) * (BN / TN), kBlocks)
   constexpr int kRowsA = kThreads / BK, kRowsB = kThreads / (BN / kWidth);
   const int a_row = threadIdx.x / BK, a_k = threadIdx.x % BK;
   const int b_k = threadIdx.x / (BN / kWidth), b_col = threadIdx.x % (BN / kWidth) * kWidth;
-  const float* a_from = A + static_cast<size_t>(row0) * n + a_k;
-  const float* b_from = B + static_cast<size_t>(b_k) * n + min(col0 + b_col, n - kWidth);
+  const float* a_from = A + static_cast<size_t>(row0) * n + begin * BK + a_k;
+  const float* b_from =
+      B + static_cast<size_t>(begin * BK + b_k) * n + min(col0 + b_col, n - kWidth);
   int a_offset[BM / kRowsA];
 #pragma unroll
   for (int i = 0; i < BM / kRowsA; ++i) {
     a_offset[i] = (min(row0 + a_row + i * kRowsA, n - 1) - row0) * n;
   }
   const auto start_copies = [&](int step) {
-    if (step < steps) {
+    if (step < end) {
       float* a_to = &stages[step % kStages].a[a_k][a_row];
       float* b_to = &stages[step % kStages].b[b_k][b_col];
       const int k_left = n - step * BK;
@@ -460,10 +459,10 @@ __global__ void __launch_bounds__((BM / TM) * (BN / TN), kBlocks)
     }
     copy_async_commit();
   };
-  for (int step = 0; step < kStages - 1; ++step) start_copies(step);
+  for (int step = begin; step < begin + kStages - 1; ++step) start_copies(step);
   float sum[TM][TN] = {};
   float a[2][TM], b[2][TN];  // of this k, and of the next
-  for (int step = 0; step < steps; ++step) {
+  for (int step = begin; step < end; ++step) {
     copy_async_wait<kStages - 2>();
     __syncthreads();
     const float* a_tile = &stages[step % kStages].a[0][4 * y];
@@ -492,6 +491,14 @@ __global__ void __launch_bounds__((BM / TM) * (BN / TN), kBlocks)
       }
     }
   }
+  finish(sum);
+}
+
+// Stores a thread's sums to the tile of C at (row0, col0).
+template <int BM, int BN, int TM, int TN, bool kAligned>
+__device__ void store_sums(const float (&sum)[TM][TN], float* C, int row0, int col0, int n) {
+  constexpr int kThreadsX = BN / TN, kThreadsY = BM / TM;
+  const int x = threadIdx.x % kThreadsX, y = threadIdx.x / kThreadsX;
 #pragma unroll
   for (int i = 0; i < TM; ++i) {
 #pragma unroll
@@ -499,6 +506,123 @@ __global__ void __launch_bounds__((BM / TM) * (BN / TN), kBlocks)
       const int row = row0 + 4 * y + i / 4 * 4 * kThreadsY + i % 4;
       store4<kAligned>(C, row, col0 + 4 * x + j * kThreadsX, n, &sum[i][j]);
     }
+  }
+}
+
+template <int BM, int BN, int BK, int TM, int TN, int kStages, int kBlocks, bool kAligned>
+__global__ void __launch_bounds__((BM / TM) * (BN / TN), kBlocks)
+    matmul_ahead(const float* A, const float* B, float* C, int n) {
+  extern __shared__ __align__(16) char shared[];
+  auto* const stages = reinterpret_cast<TilePair<BM, BN, BK>*>(shared);
+  const int row0 = blockIdx.y * BM, col0 = blockIdx.x * BN;
+  multiply_ahead<BM, BN, BK, TM, TN, kStages, kAligned>(
+      stages, A, B, n, row0, col0, 0, (n + BK - 1) / BK, [&](const float(&sum)[TM][TN]) {
+        store_sums<BM, BN, TM, TN, kAligned>(sum, C, row0, col0, n);
+      });
+}
+
+// ---- stream-K -----------------------------------------------------------------------------------
+
+// With 128 x 256 tiles C has 512 tiles at N = 4096, for 132 multiprocessors. Three rounds keep all
+// of them busy, and in the fourth one 116 work and 16 wait. At N = 1024 there are 32 tiles, and 100
+// multiprocessors have nothing to do. So tiles are cut along k as well. This is called stream-K.
+//
+// As many blocks stay as there are multiprocessors. At first they take whole tiles, as above, until
+// between one and two rounds of tiles are left. The steps of these tiles form one long line, tile
+// after tile, of which each block gets an equal part. A part may begin or end inside of a tile:
+//
+//     block 0 |--- tile 0 ---|-- tile 1, first steps
+//     block 1                   tile 1, last steps --|--- tile 2 ---|-- tile 3 ...
+//
+// Who begins inside of a tile has only a part of its sums. It leaves them in memory, with a flag,
+// for the block that has the first steps of this tile. That one waits for the flag, adds the sums
+// to its own, always in the same order, and stores the tile. It waits for blocks with higher
+// numbers than its own: all of them run, since there are no more blocks than fit on the GPU.
+template <int TM, int TN, int kThreads>
+struct SumsOfBlocks {
+  unsigned* ready;  // of each block: 1 if its sums are there. All are 0 before and after a launch
+  float4* sums;     // of each block: (TM, TN / 4, kThreads). A thread has neighbours of a row
+
+  __device__ float4* place(int block) const {
+    return sums + (static_cast<size_t>(block) * TM * TN / 4 * kThreads + threadIdx.x);
+  }
+  // Leaves this block's sums for another one. At the barrier all threads have stored theirs.
+  __device__ void give(const float (&sum)[TM][TN]) const {
+    float4* to = place(blockIdx.x);
+#pragma unroll
+    for (int i = 0; i < TM * TN; i += 4, to += kThreads) {
+      __stcg(to, *reinterpret_cast<const float4*>(&sum[i / TN][i % TN]));
+    }
+    __syncthreads();
+    if (threadIdx.x == 0) GridCount(ready[blockIdx.x]).store(1, cuda::memory_order_release);
+  }
+  // Adds what block `block` leaves.
+  __device__ void add(float (&sum)[TM][TN], int block) const {
+    if (threadIdx.x == 0) {
+      const GridCount flag(ready[block]);
+      wait_for_count(flag, 1, "the other block's sums");
+      flag.store(0, cuda::memory_order_relaxed);
+    }
+    __syncthreads();
+    const float4* from = place(block);
+#pragma unroll
+    for (int i = 0; i < TM * TN; i += 4, from += kThreads) {
+      const float4 more = __ldcg(from);
+      float* to = &sum[i / TN][i % TN];
+      to[0] += more.x, to[1] += more.y, to[2] += more.z, to[3] += more.w;
+    }
+  }
+};
+
+// Which steps of the line a block has: those from start(block) up to, not including, start(block +
+// 1).
+struct StepLine {
+  int first_tile, steps;  // the line's first tile, and how many steps each of its tiles has
+  int64_t length;         // in steps
+
+  __device__ StepLine(int tiles, int steps) : steps(steps) {
+    const int blocks = gridDim.x;
+    first_tile = tiles % blocks == 0 ? tiles : max(0, tiles / blocks - 1) * blocks;
+    length = static_cast<int64_t>(tiles - first_tile) * steps;
+  }
+  __device__ int start(int block) const {
+    return static_cast<int>(length * block / static_cast<int>(gridDim.x));
+  }
+};
+
+template <int BM, int BN, int BK, int TM, int TN, int kStages, int kBlocks, bool kAligned>
+__global__ void __launch_bounds__((BM / TM) * (BN / TN), kBlocks)
+    matmul_stream_k(const float* A, const float* B, float* C, int n,
+                    SumsOfBlocks<TM, TN, BM / TM*(BN / TN)> of_blocks) {
+  extern __shared__ __align__(16) char shared[];
+  auto* const stages = reinterpret_cast<TilePair<BM, BN, BK>*>(shared);
+  const int tile_cols = (n + BN - 1) / BN, tiles = (n + BM - 1) / BM * tile_cols;
+  const int block = blockIdx.x, blocks = gridDim.x;
+  const StepLine line(tiles, (n + BK - 1) / BK);
+  // A piece: steps `begin` to `end` - 1 of a tile.
+  const auto do_piece = [&](int tile, int begin, int end) {
+    const int row0 = tile / tile_cols * BM, col0 = tile % tile_cols * BN;
+    __syncthreads();  // all have read the last stages of the piece before
+    multiply_ahead<BM, BN, BK, TM, TN, kStages, kAligned>(
+        stages, A, B, n, row0, col0, begin, end, [&](float(&sum)[TM][TN]) {
+          if (begin > 0) return of_blocks.give(sum);
+          const int tile_end = (tile - line.first_tile + 1) * line.steps;  // in the line
+          for (int other = block + 1; end < line.steps && line.start(other) < tile_end; ++other) {
+            of_blocks.add(sum, other);
+          }
+          store_sums<BM, BN, TM, TN, kAligned>(sum, C, row0, col0, n);
+        });
+  };
+  // One loop for both kinds of pieces, so that the code of a piece is there once: first whole
+  // tiles, then the block's part of the line.
+  const int last = line.start(block + 1);
+  int whole = block, at = line.start(block);
+  while (whole < line.first_tile || at < last) {
+    const bool in_line = whole >= line.first_tile;
+    const int begin = in_line ? at % line.steps : 0;
+    const int end = in_line ? min(line.steps, begin + last - at) : line.steps;
+    do_piece(in_line ? line.first_tile + at / line.steps : whole, begin, end);
+    in_line ? at += end - begin : whole += blocks;
   }
 }
 
@@ -554,6 +678,24 @@ void add_vector_kernels(Problem& square, Buffer<float> A, Buffer<float> B, Buffe
                     <<<tiles_of<128, 256>(n), 256, kLargeBytes>>>(A, B, C, n);
               })
       .needs_shared(kLargeBytes);
+
+  const auto stream_k = matmul_stream_k<128, 256, 16, 8, 16, kStages, 1, kAligned>;
+  allow_shared_bytes(stream_k, kLargeBytes);
+  const dim3 tiles = tiles_of<128, 256>(n);
+  const int64_t all_steps = int64_t{tiles.x} * tiles.y * ceil_div(n, 16);
+  const int blocks =
+      static_cast<int>(std::min<int64_t>(all_steps, resident_blocks(stream_k, 256, kLargeBytes)));
+  const auto ready = square.workspace<unsigned>(blocks);
+  const auto sums = square.output<float>(size_t{128 * 256} * blocks);
+  square
+      .kernel("stream-K", Role::ours,
+              [=] {
+                const SumsOfBlocks<8, 16, 256> of_blocks{ready,
+                                                         reinterpret_cast<float4*>(sums.data())};
+                matmul_stream_k<128, 256, 16, 8, 16, kStages, 1, kAligned>
+                    <<<blocks, 256, kLargeBytes>>>(A, B, C, n, of_blocks);
+              })
+      .needs_shared(kLargeBytes);
 }
 
 int main(int argc, char** argv) {
@@ -590,19 +732,11 @@ int main(int argc, char** argv) {
     aligned ? add_vector_kernels<true, 2>(square, A, B, C, n)
             : add_vector_kernels<false, 2>(square, A, B, C, n);
   }
-  // *ahead* has one size of tile. At N = 1024 there are 32 of these for 132 multiprocessors, at N =
-  // 3000 so many that a third round has work for 24 multiprocessors only, and at N = 4097 a whole
-  // row of them for one row of C. operators/product/fp32.cuh has smaller tiles as well, and deals
-  // the steps of the last ones out to all blocks. A few ways to do so are tried.
-  const int size = static_cast<int>(n);
-  const Fp32Product product(workspace_of(square), A, B, C, {size, size, size});
-  const auto ways = ways_of_row(product.ways());
-  if (!ways.empty()) square.kernel("any shape", Role::ours, ways);
 
   square.compare("registers", "tile", "From one element a thread to 8 x 8: % times as fast.");
   square.compare("ahead", "vectors",
                  "Loading while computing, from larger tiles: % times as fast.");
-  square.compare("any shape", "ahead", "Tiles that suit N, and steps dealt out: % times as fast.");
-  square.compare("any shape", "cuBLAS fp32", "The last kernel runs at % of cuBLAS's rate.");
+  square.compare("stream-K", "ahead", "The steps of the last tiles dealt out: % times as fast.");
+  square.compare("stream-K", "cuBLAS fp32", "The last kernel runs at % of cuBLAS's rate.");
   return lesson.run();
 }

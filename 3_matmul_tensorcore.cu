@@ -48,7 +48,6 @@
 //     persistent      (Hopper) blocks stay for several tiles of C, which the copy engine stores
 //     clusters        (Hopper) two blocks share the tiles of B that they copy
 //     patches         (Hopper) an order of tiles in which more of them share through the L2 cache
-//     any shape       (Hopper) the operator that a program would call: tiles that suit N
 //
 // All without (Hopper) need compute capability 7.5 or more (at 7.5 copies are synchronous). The CPU
 // backend runs all.
@@ -60,15 +59,15 @@
 
 #include "checks/product/library_product.h"
 #include "checks/product/square_matmul.h"
-#include "checks/workspace.h"
-#include "operators/product/half_product.cuh"
 #include "primitives/async_copy.cuh"
-#include "primitives/hopper/hopper.cuh"
+#include "primitives/hopper/pipeline.cuh"
+#include "primitives/launch.h"
 #include "primitives/mma.cuh"
+#include "primitives/spin.cuh"
 #include "primitives/wmma_fragments.cuh"
 
 using namespace checks;
-using namespace operators::product;
+using namespace primitives;
 
 // ---- wmma global --------------------------------------------------------------------------------
 
@@ -1151,10 +1150,49 @@ __global__ void HOPPER_CLUSTER(2) __launch_bounds__(384, 1)
 //     If the cache does not hold all that a patch reads, they find it there only while all of them
 //     are at about the same k. So then the clusters keep in step: Pace makes the fast ones wait.
 //     (At N = 4096 a patch reads 34 MB. The H100's L2 cache holds that, and nobody waits.)
-//
+
+#if HOPPER_CODE
+// dividend / divisor, rounded down, for numbers from 0 to 2^20. It is computed in fp32, in 6
+// instructions instead of 30. The half keeps the exact quotient away from the next whole number, by
+// more than __fdividef is wrong.
+__device__ inline int quotient(int dividend, int divisor) {
+  return static_cast<int>(__fdividef(dividend + 0.5f, static_cast<float>(divisor)));
+}
+
+// The producers of all clusters count their paces, of kSteps steps each, in one number. Who is more
+// than one pace ahead of the mean waits, but not for long: it only saves reads, and some clusters
+// may not have got a multiprocessor yet.
+struct Pace {
+  static constexpr int kSteps = 16, kPatience = 256;  // kPatience: how often to look
+  unsigned* total;
+  unsigned clusters, mine = 0;
+
+  __device__ void next() {
+    const GridCount counter(*total);
+    counter.fetch_add(1, cuda::memory_order_relaxed);
+    // Without the pause the compiler takes the loop away: nothing comes of it but time.
+#pragma unroll 1
+    for (int look = 0; look < kPatience; ++look) {
+      if (counter.load(cuda::memory_order_relaxed) >= mine * clusters) break;
+      __nanosleep(20);
+    }
+    ++mine;
+  }
+
+  // Nobody shall wait for this cluster any more: it counts as having made `most` paces. The last
+  // one leaves a 0 for the next launch.
+  __device__ void end(unsigned most) {
+    const GridCount counter(*total);
+    const unsigned rest = most - mine;
+    if (counter.fetch_add(rest, cuda::memory_order_relaxed) + rest == most * clusters) {
+      counter.store(0, cuda::memory_order_relaxed);
+    }
+  }
+};
+#endif
+
 // `progress` points to the one counter that Pace has for all clusters. It is 0 before the launch
-// and after it. If `progress` is null, the clusters do not keep in step. Pace and quotient(), an
-// integer division, are in operators/product/product.cuh.
+// and after it. If `progress` is null, the clusters do not keep in step.
 template <int kStages, int kBuffers, int kGroup>
 __global__ void HOPPER_CLUSTER(2) __launch_bounds__(384, 1)
     matmul_patches(const __grid_constant__ CUtensorMap A, const __grid_constant__ CUtensorMap B,
@@ -1426,18 +1464,8 @@ int main(int argc, char** argv) {
   } else {
     lesson.note(
         "N is no multiple of 8: rows are not aligned to 16 bytes, as TMA needs them to be. The "
-        "last kernel copies them first.");
+        "kernels for Hopper are left out.");
   }
-  // *patches* has one size of tile. At N = 1024 these are 32 tiles, 16 pairs of them, for 132
-  // multiprocessors. At N = 4104 there is a fifth round of them, which has work for 25 of 66
-  // clusters. operators/product/half_product.cuh has 36 kinds of tiles and clusters, divides the
-  // last tiles along k where no kind fits, and aligns rows first. Estimates say which may be the
-  // fastest; some are tried.
-  const int size = static_cast<int>(n);
-  const HalfProduct<half> product(workspace_of(square), A, B, C, {size, size, size});
-  const auto ways = ways_of_row(product.ways());
-  if (!ways.empty()) square.kernel("any shape", Role::ours, ways).hopper_only();
-
   square.compare("wmma shared", "wmma global", "Tiles in shared memory: % times as fast.");
   square.compare("mma.sync", "wmma shared",
                  "Tiles and fragments loaded in advance, few other instructions: % times as fast.");
@@ -1445,6 +1473,6 @@ int main(int argc, char** argv) {
                  "The copy engine, and products of a whole warpgroup: % times as fast.");
   square.compare("patches", "wgmma",
                  "Specialists, clusters, and blocks that stay: % times as fast.");
-  square.compare("any shape", "cuBLASLt, best", "The last kernel runs at % of cuBLASLt's rate.");
+  square.compare("patches", "cuBLASLt, best", "The last kernel runs at % of cuBLASLt's rate.");
   return lesson.run();
 }

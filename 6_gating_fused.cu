@@ -21,9 +21,8 @@
 //     resident weights         the weights fit on chip: blocks stay, keep them, and x streams by
 //     Hopper resident          the same with TMA and wgmma: one warpgroup copies, four compute
 //     Hopper cluster           lesson 3's product of a cluster, with two weights and the gate
-//     any shape                the operator that a program would call: the way that suits M, K, H
 //
-// "resident weights" needs compute capability 8.0 (for its shared memory), the last three need 9.0,
+// "resident weights" needs compute capability 8.0 (for its shared memory), the last two need 9.0,
 // the others 7.5 (there copies are synchronous). The CPU backend runs all.
 //
 // Two tables: the layer, M = 1024 N rows of K = 128 channels to H = 64 hidden, limited by memory;
@@ -34,9 +33,6 @@
 #include <deque>
 
 #include "checks/gating/library.cuh"
-#include "checks/workspace.h"
-#include "operators/gating/layer.cuh"
-#include "operators/product/plan.cuh"
 #include "primitives/async_copy.cuh"
 #include "primitives/hopper/pipeline.cuh"
 #include "primitives/launch.h"
@@ -44,7 +40,7 @@
 
 using namespace checks;
 using namespace operators::gating;
-using namespace operators::product;
+using namespace primitives;
 
 // 1 / (1 + e^-s), by the approximate exponential and division: they are wrong by some units in the
 // last place of fp32, far less than the rounding to fp16 of the result.
@@ -305,7 +301,15 @@ __global__ void __launch_bounds__(Tiles::kThreads) gating_resident(GatingOperand
 // Reader, Box, LeftTile, RightTile, Sum. And these are new: bulk_load copies a number of bytes that
 // lie one after the other, and needs no CUtensorMap. reader.wait() waits until the reader's stage
 // is full, and returns it. reader.give_back() says that this stage is empty, and reader.next(n)
-// goes on by n stages. An Outbox has the boxes through which a consumer's results leave.
+// goes on by n stages.
+
+#if HOPPER_CODE
+// sigmoid(gate) * value in 5 instructions. The two that approximate, ex2 and rcp, are wrong by 2
+// units in the last place of fp32 at most, and have 0 for what would be denormal.
+__device__ inline float gated(float gate, float value) {
+  return value * reciprocal_approximate(1 + exp2_approximate(-1.44269504f * gate));
+}
+#endif
 
 // A Gate holds biases in registers: of 64 columns of out it has those that this thread needs. In a
 // Sum the elements 4 p to 4 p + 3 of a thread are in two neighbouring columns: two of them in one
@@ -333,7 +337,6 @@ struct Gate {
   // same thread, is its value. `first` says which 64 gates: those of the columns from `first` on, a
   // multiple of 64. They are the thread's elements first / 2 to first / 2 + 31, since it has 32
   // elements of every 64 columns. Element i needs the biases of pair i % 32 / 4.
-  // gated(gate, value) is sigmoid(gate) * value in five instructions (operators/gating/rows.cuh).
   template <int kCols>
   __device__ void store(const Sum<kCols>& sum, int first, Box<half, 64>& box) const {
     sum.store(box, first, [&](int i) {
@@ -461,28 +464,107 @@ __global__ void __launch_bounds__(kResidentThreads, 1)
 
 // ---- Hopper cluster -----------------------------------------------------------------------------
 
-// The product of lesson 3's *any shape* (operators/product/product.cuh), always with the tile of
-// *patches*. K and H are multiples of 8. To fuse is to give it another epilogue. Its right factor
-// is W1 and W2 side by side: half of a tile's columns are of W1, half of W2. So a consumer's sum of
-// 64 x 256 is two sums of 64 x 128, gate and value of an element in one thread. Of two blocks that
-// share a tile of this factor one brings W1's part, the other W2's. `out` stores boxes, as for a
-// plain product.
-struct GateEpilogue {
-  static constexpr int kRightFactors = 2;
-  StoreRounded<half> out;
-  const half *b1, *b2;
+// Lesson 3's *patches* with another epilogue: 128 x 256 tiles in clusters of two blocks, one below
+// the other. K and H are multiples of 8. To fuse takes two changes. The right factor is W1 and W2
+// side by side: half of a tile's columns are of W1, and the same columns of W2 are the other half.
+// So a consumer's sum of 64 x 256 is two sums of 64 x 128, gate and value of an element in one
+// thread. Of the two blocks, which share a tile of this factor, one brings W1's half and the other
+// W2's. And what is stored is the gated result, which has half as many columns: 64 x 128 of each
+// consumer, in two boxes. That leaves room for four stages. (Here clusters need not keep in step.)
+struct ClusterShared {
+  static constexpr int BM = 128, BH = 128, kStages = 4;  // of out; twice as many columns of the sum
+  struct Stage {
+    LeftTile<half, BM> x;
+    RightTile<half, 2 * BH> W;  // boxes 0 and 1: of W1; boxes 2 and 3: of W2
+  };
+  Box<half, 64> out[2][BH / 64];  // of two consumers
+  Pipeline<Stage, kStages> pipeline;
+};
 
+constexpr int kClusterThreads = 384;
+
+__global__ void HOPPER_CLUSTER(2) __launch_bounds__(kClusterThreads, 1)
+    gating_hopper_cluster(const __grid_constant__ CUtensorMap x,
+                          const __grid_constant__ CUtensorMap W1,
+                          const __grid_constant__ CUtensorMap W2,
+                          const __grid_constant__ CUtensorMap out,
+                          const __grid_constant__ GatingOperands in) {
 #if HOPPER_CODE
-  template <int kCols, int kBoxes>
-  __device__ void operator()(const Sum<kCols>& sum, int row, int col,
-                             const Outbox<half, kBoxes>& room) const {
-    out.store<kCols / 2>(row, col / 2, room, [&](Box<half, 64>& box, int first) {
-      const int col0 = col / 2 + first;
-      Gate(b1 + col0, b2 + col0, out.cols - col0).store(sum, first, box);
-    });
+  using Shared = ClusterShared;
+  constexpr int BM = Shared::BM, BH = Shared::BH, kGroup = 8;
+  extern __shared__ __align__(1024) char bytes[];
+  Shared& shared = *reinterpret_cast<Shared*>(bytes);
+  const BlockGrid<2, 1> cluster;
+  const int steps = (in.K + kStepK - 1) / kStepK;
+  // A tile of a cluster has 2 BM rows and BH columns of out. Tiles are taken in groups of kGroup
+  // rows of tiles, and within a group column by column.
+  const int tile_rows = (in.M + 2 * BM - 1) / (2 * BM), tile_cols = (in.H + BH - 1) / BH;
+  const int tiles = tile_rows * tile_cols, clusters = cluster.clusters;
+  const auto place = [&](int tile) {
+    const int group = tile / (kGroup * tile_cols), within = tile % (kGroup * tile_cols);
+    const int rows = min(kGroup, tile_rows - group * kGroup), column = within / rows;
+    return int2{(group % 2 == 0 ? column : tile_cols - 1 - column) * BH,
+                (2 * (group * kGroup + within % rows) + cluster.rank) * BM};
+  };
+  if (threadIdx.x == 0) prepare(shared.pipeline, 4);  // two consumers in each of two blocks
+  cluster.meet();
+
+  const int warp = warp_of_block();
+  if (warp < 4) {
+    registers_shrink_to<24>();
+    if (warp == 0 && elect_one()) {
+      Writer writer(shared.pipeline);
+      bool backward = false;
+      for (int tile = cluster.cluster; tile < tiles; tile += clusters, backward = !backward) {
+        const int2 at = place(tile);
+        const auto weights = [&](int box) {  // where each box of the right factor comes from
+          return BoxSource{box < BH / 64 ? &W1 : &W2, at.x + box % (BH / 64) * 64};
+        };
+        for (int step = 0; step < steps; ++step) {
+          const int k = (backward ? steps - 1 - step : step) * kStepK;
+          writer.put([&](Shared::Stage& stage, Barrier* arrived) {
+            cluster.load(stage.x, &x, at.y, k, arrived);
+            cluster.load(stage.W, weights, k, arrived);
+          });
+        }
+      }
+      writer.finish();
+    }
+  } else {
+    registers_grow_to<240>();
+    const int consumer = warp / 4 - 1;
+    auto& boxes = shared.out[consumer];
+    Reader reader(shared.pipeline, cluster);
+    for (int tile = cluster.cluster; tile < tiles; tile += clusters) {
+      Sum<2 * BH> sum;
+      for (int step = 0; step < steps; ++step) {
+        reader.take([&](const Shared::Stage& stage, bool add) {
+          sum.start_product(stage.x.rows(64 * consumer), stage.W, add);
+        });
+      }
+      // While the last products are on their way: the boxes of the tile before have left.
+      if (warp % 4 == 0 && elect_one()) tensor_store_wait_read<0>();
+      named_barrier(1 + consumer, 128);
+      reader.finish();
+      const int2 at = place(tile);
+#pragma unroll
+      for (int box = 0; box < BH / 64; ++box) {
+        const int col = at.x + 64 * box;
+        Gate(in.b1 + col, in.b2 + col, in.H - col).store(sum, 64 * box, boxes[box]);
+      }
+      shared_fence();
+      named_barrier(1 + consumer, 128);
+      if (warp % 4 == 0 && elect_one()) {
+        for (int box = 0; box < BH / 64; ++box) {
+          tensor_store(&out, at.y + 64 * consumer, at.x + 64 * box, boxes[box].elements);
+        }
+        tensor_store_commit();
+      }
+    }
+    if (warp % 4 == 0 && elect_one()) tensor_store_wait_read<0>();
   }
 #endif
-};
+}
 
 // -------------------------------------------------------------------------------------------------
 
@@ -557,41 +639,24 @@ void add_hopper_resident(GatingProblem& table, const Device& device) {
   table.problem.kernel("Hopper resident", Role::ours, launch).needs_shared(kBytes).hopper_only();
 }
 
-// Adds "Hopper cluster", with lesson 3's tile: K and H are multiples of 8.
+// Adds "Hopper cluster": K and H are multiples of 8.
 void add_hopper_cluster(GatingProblem& table) {
-  // A block has 128 x 256; two blocks of a cluster, one below the other; two boxes for results.
-  using Tile = Tiles<half, 128, 256, 2, 1, 2>;
-  using Work = MatrixProduct<Tile, GateEpilogue>;
-  constexpr int kBytes = sizeof(ProductShared<Tile>);
-  allow_shared_bytes(product<Work>, kBytes);
-  const int M = static_cast<int>(table.shape.rows), K = static_cast<int>(table.shape.channels);
-  const int H = static_cast<int>(table.shape.hidden);
-  const ProductShape shape{M, 2 * H, K};  // of x [W1 W2]
-  const int64_t tiles = Schedule<Tile>::tiles_of(shape);
-  if (tiles > Schedule<Tile>::kMostTiles) return;
+  using Shared = ClusterShared;
+  constexpr int kBytes = sizeof(Shared);
+  allow_shared_bytes(gating_hopper_cluster, kBytes);
+  const int64_t M = table.shape.rows, K = table.shape.channels, H = table.shape.hidden;
+  const int64_t tiles = int64_t{blocks_for(M, 2 * Shared::BM)} * blocks_for(H, Shared::BH);
   const unsigned clusters =
-      persistent(tiles, resident_clusters(product<Work>, Tile::kBlocks, Tile::kThreads, kBytes));
-  const Schedule<Tile> schedule(shape, static_cast<int>(clusters), false);
+      persistent(tiles, resident_clusters(gating_hopper_cluster, 2, kClusterThreads, kBytes));
   const auto launch = [=, &table] {
-    const CUtensorMap x = map_of(table.x, M, K, Tile::kRowsA, Reads::often);
-    const CUtensorMap W1 = map_of(table.W1, K, H, Tile::kRowsB, Reads::often);
-    const CUtensorMap W2 = map_of(table.W2, K, H, Tile::kRowsB, Reads::often);
-    const GateEpilogue epilogue{rounded_to<half>(table.out, M, H), table.b1, table.b2};
-    product<Work><<<clusters * Tile::kBlocks, Tile::kThreads, kBytes>>>(
-        Work{{{x}}, {{W1, W2}}, epilogue, schedule, Exchange{}});  // no tile is shared
+    const CUtensorMap x = map_of(table.x, M, K, Shared::BM, Reads::often);
+    const CUtensorMap W1 = map_of(table.W1, K, H, kStepK, Reads::often);
+    const CUtensorMap W2 = map_of(table.W2, K, H, kStepK, Reads::often);
+    const CUtensorMap out = map_of(table.out, M, H, 64, Reads::once);
+    gating_hopper_cluster<<<2 * clusters, kClusterThreads, kBytes>>>(x, W1, W2, out,
+                                                                     table.operands());
   };
   table.problem.kernel("Hopper cluster", Role::ours, launch).needs_shared(kBytes).hopper_only();
-}
-
-// Adds the last row: what a program would call (operators/gating/layer.cuh). Estimates say which of
-// its ways may be the fastest, and these are tried. Some ways keep the weights on chip, and others
-// are products as in lesson 3. To have enough of both, up to 24 are tried here, and not 16.
-void add_any_shape(GatingProblem& table) {
-  const GatingMemory memory{table.x, table.W1, table.b1, table.W2, table.b2, table.out};
-  const GatedLayer layer(workspace_of(table.problem), memory, table.shape);
-  const auto ways = ways_of_row(layer.ways());
-  if (ways.empty()) return;
-  table.problem.kernel("any shape", Role::ours, ways, {.most = 24}).hopper_only();
 }
 
 int main(int argc, char** argv) {
@@ -638,7 +703,6 @@ int main(int argc, char** argv) {
                                       : add_hopper_cluster(layer);
   }
   if (square.shape.aligned()) add_hopper_cluster(square);
-  for (GatingProblem* table : {&layer, &square}) add_any_shape(*table);
 
   layer.problem.compare("resident weights", "cuBLASLt + one kernel",
                         "Layer, beside the library: resident weights, % times as fast.");

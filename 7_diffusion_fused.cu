@@ -39,8 +39,7 @@
 //                  whole GPU. The small kernel adds the slices up first.
 //     one launch   The slices, their sum, and the second product, all in one kernel: forward, of
 //                  one mesh, for E up to 128.
-//     any shape    No lesson, but the operator that a program would call, for both passes, batches
-//                  of meshes, and E up to 256 (operators/diffusion).
+//     clusters     One launch with clusters that share the basis, for both passes.
 //
 // The limit that a table prints counts each input and each output once, the basis too. But both
 // products need the basis. Between the two products the basis would have to stay on chip. There is
@@ -57,10 +56,8 @@
 #include <vector>
 
 #include "checks/diffusion/diffusion.h"
-#include "checks/workspace.h"
 #include "common/lesson.h"
 #include "common/numerics.h"
-#include "operators/diffusion/fused.cuh"
 #include "primitives/async_copy.cuh"
 #include "primitives/early_launch.cuh"
 #include "primitives/fragments.cuh"
@@ -71,6 +68,7 @@
 
 using namespace checks;
 using namespace operators::diffusion;
+using namespace primitives;
 
 using bf16 = __nv_bfloat16;
 
@@ -684,6 +682,509 @@ __global__ void __launch_bounds__(384, 1)
 #endif
 }
 
+// ---- Hopper: clusters ---------------------------------------------------------------------------
+
+// *one launch* for both passes, with less to wait for. What is new:
+//
+//   Clusters   The blocks of a cluster have the same rows, and each other columns of x. All of them
+//              need the same rows of the basis, which they fetch together, each its part, by
+//              multicast (lesson 3's *clusters*).
+//   Cache      The L2 cache is told which tiles of the basis will be read again.
+//   Memory     The spectrum and the results take the place of x, which is not needed any more. That
+//              leaves room for seven stages.
+//   Turns      In the second product the consumers take turns, tile by tile: one multiplies while
+//              the other one writes out.
+//   Backward   The same with dOut for x: the masses wait for the end. Three spare warps beside the
+//              producer add dSpectral to the sum of all and, when all have added, compute dTimes
+//              from it while the others go on.
+//
+// Each step is a function. At the first reading begin with the kernel, at the end of this section.
+
+// A block fetches the basis for its cluster in boxes of this many rows.
+constexpr int kMulticastRows = 32;
+
+// A block's threads: the producer's warpgroup, whose warps 1 to 3 are the spare ones, and two of
+// consumers.
+constexpr int kClusterThreads = 384, kSpareThreads = 96, kConsumers = 256;
+
+// The barriers of bar.sync: of either consumer, of the spare warps, and of both consumers.
+constexpr int kConsumerBarrier = 1, kSpareBarrier = 3, kConsumersBarrier = 4;
+
+// What the copy engine moves.
+struct DiffusionMaps {
+  CUtensorMap x, basis, mass, out, spectral;
+
+  explicit DiffusionMaps(const Operands& in)
+      : x(tensor_map<bf16>(in.values, in.V, in.W, 64)),
+        basis(tensor_map<bf16>(in.basis, in.V, in.E, kMulticastRows)),
+        mass(tensor_map<bf16>(in.mass, in.V)),
+        out(tensor_map<bf16>(in.result, in.V, in.W, 64)),
+        spectral(tensor_map<bf16>(in.spectrum, in.E, in.W, 64)) {}
+};
+
+// A spectrum of up to 128 rows, 64 for each consumer, of which each block of a cluster has kColumns
+// columns. A tile has 64 rows of the basis, in two boxes of 64 eigenvectors.
+constexpr int kClusterStages = 7, kSteps = kEigen / kStepK, kBoxes = kColumns / kBoxCols;
+// The shares of a block's columns add up in the layout of the registers that hold them: quad
+// (w kColumns / 8 + j) 32 + l is elements 4 j to 4 j + 3 of lane l for rows 16 w to 16 w + 15.
+constexpr int kQuads = kEigen * kColumns / 4;
+
+struct ClusterShared {
+  LeftTile<bf16, 64> basis[kClusterStages][kSteps];  // 64 rows, all columns
+  union {
+    RightTile<bf16, kColumns> x[kClusterStages];  // first product
+    struct {
+      RightTile<bf16, kColumns> spectrum[kSteps];
+      Box<bf16, 64> out[2][kBoxes];     // a tile of each consumer
+      float2 d_times[3][kColumns / 2];  // of each spare warp's rows
+    } second;
+  };
+  alignas(128) bf16 mass[kClusterStages][64];
+  StageBarriers<kClusterStages> pipeline;  // whose stages are basis, x and mass
+  Barrier spare, met;
+};
+
+#if HOPPER_CODE
+// Two neighbouring elements of a row-major matrix; zeros outside of it. cols and col are even.
+__device__ inline float2 pair_at(const bf16* matrix, int rows, int cols, int row, int col) {
+  if (row >= rows || col >= cols) return float2{};
+  return __bfloat1622float2(
+      *reinterpret_cast<const __nv_bfloat162*>(matrix + static_cast<size_t>(row) * cols + col));
+}
+
+// A block's work. Its cluster is number `group` of `groups`, and has `tiles` tiles of 64 rows: tile
+// `group` and every groups-th after it, so that clusters read neighbouring rows. The block, one of
+// those of `cluster`, has kColumns columns from cluster.rank kColumns on.
+struct BlockWork {
+  using Shared = ClusterShared;
+  static constexpr int kBasisBytes = sizeof(Shared::basis[0]) + sizeof(Shared::mass[0]);
+  static constexpr int kFirstBytes = kBasisBytes + sizeof(Shared::x[0]);
+
+  Shared& shared;
+  const DiffusionMaps& maps;
+  const Operands& operands;
+  BlockRow<> cluster;
+  int group = blockIdx.y, groups = gridDim.y;
+  int tiles;
+
+  __device__ __forceinline__ BlockWork(char* bytes, const DiffusionMaps& maps,
+                                       const Operands& operands)
+      : shared(*reinterpret_cast<Shared*>(bytes)), maps(maps), operands(operands) {
+    tiles = (static_cast<int>((operands.V + 63) / 64) - group + groups - 1) / groups;
+  }
+  __device__ int row_of(int t) const { return 64 * (group + t * groups); }
+  __device__ int col0() const { return cluster.rank * kColumns; }
+};
+
+// Where the blocks of a rank have put their sum, and how many of them have come.
+//
+// What the blocks share in memory is zero before the first launch; a launch leaves it ready for the
+// next one of the same pass and W, whatever V and the grid are. One launch at a time: two streams
+// need one of each. arrivals (blocks of a cluster): for each rank, in the lower half how many have
+// come, in the upper half how many launches there were. all_totals (2, blocks, kEigen, kColumns):
+// launches use the two sums in turn, and zero the other one.
+struct Meeting {
+  unsigned* arrivals;
+  unsigned start, groups;
+  float4 *totals, *next_totals;
+
+  // A block reads this before it arrives, and the number changes when the last one has arrived: all
+  // blocks of a launch read the same.
+  __device__ __forceinline__ Meeting(const BlockWork& work, unsigned* all_arrivals,
+                                     float4* all_totals)
+      : arrivals(all_arrivals + work.cluster.rank), groups(work.groups) {
+    start = GridCount(*arrivals).load(cuda::memory_order_relaxed) & 0xffff0000;
+    const int turn = start >> 16 & 1;
+    totals = all_totals + (turn * work.cluster.blocks + work.cluster.rank) * kQuads;
+    next_totals = all_totals + ((turn ^ 1) * work.cluster.blocks + work.cluster.rank) * kQuads;
+  }
+  __device__ bool all_have_arrived() const {
+    return GridCount(*arrivals).load(cuda::memory_order_acquire) - start >= groups;
+  }
+};
+
+// What the L2 cache does with tile t of the basis in the first product. The second one takes the
+// tiles from the last one back. The last kClusterStages are in shared memory until then; of those
+// before them the cache shall keep the last kCachedBytes of all clusters, and not what comes
+// earlier.
+constexpr int kCachedBytes = 32 << 20;
+__device__ __forceinline__ uint64_t basis_policy(const BlockWork& work, int t) {
+  const int behind = work.tiles - kClusterStages - t;
+  const int tile_bytes = 128 * work.operands.E;
+  const int cached = kCachedBytes / tile_bytes / static_cast<int>(gridDim.y);
+  if (work.tiles <= kClusterStages) return evict_normal();
+  return behind > 0 && behind <= cached ? evict_last() : evict_first();
+}
+
+// A thread prepares what the block waits at. Both consumers of all blocks give a stage back.
+__device__ __forceinline__ void prepare_barriers(const BlockWork& work) {
+  barrier_init(&work.shared.spare, kSpareThreads);
+  barrier_init(&work.shared.met, 1);
+  prepare(work.shared.pipeline, 2 * work.cluster.blocks);
+}
+
+// Starts the copies of a tile of x to a stage. x is not needed again, the basis is.
+__device__ __forceinline__ void load_x(const BlockWork& work, int t, int stage, Barrier* arrived) {
+  for (int box = 0; box < kBoxes; ++box) {
+    load_box<false>(&work.shared.x[stage].boxes[box], &work.maps.x, 0, work.row_of(t),
+                    work.col0() + kBoxCols * box, arrived, evict_first());
+  }
+}
+
+// 64 rows of the basis with their masses: this block's boxes, for the whole cluster.
+__device__ __forceinline__ void load_basis(const BlockWork& work, int t, int stage,
+                                           Barrier* arrived, uint64_t policy) {
+  auto& shared = work.shared;
+  const int row = work.row_of(t);
+  tensor_load(shared.mass[stage], &work.maps.mass, row, arrived);
+  for (int box = work.cluster.rank; box < kSteps * 64 / kMulticastRows;
+       box += work.cluster.blocks) {
+    const int step = box * kMulticastRows / 64, within = box * kMulticastRows % 64;
+    multicast_box<false>(shared.basis[stage][step].row(within), &work.maps.basis, 0, row + within,
+                         kStepK * step, arrived, work.cluster.all(), policy);
+  }
+}
+
+// Before the cluster has met: all bytes of the first tile are announced, and its x is loaded,
+// which no other block gets.
+__device__ __forceinline__ void put_first_x(const BlockWork& work) {
+  put_first(work.shared.pipeline, BlockWork::kFirstBytes,
+            [&](int stage, Barrier* arrived) { load_x(work, 0, stage, arrived); });
+}
+
+// The producer's thread loads the tiles of the first product, after put_first_x().
+template <class Writer>
+__device__ __forceinline__ void load_forth(const BlockWork& work, Writer& writer) {
+  writer.announced = true;
+  for (int t = 0; t < work.tiles; ++t) {
+    writer.put(BlockWork::kFirstBytes, [&](int stage, Barrier* arrived) {
+      if (t > 0) load_x(work, t, stage, arrived);
+      load_basis(work, t, stage, arrived, basis_policy(work, t));
+    });
+  }
+}
+
+// And then those of the second product, in reverse, without the last `kept`, which are still
+// there.
+template <class Writer>
+__device__ __forceinline__ void load_back(const BlockWork& work, Writer writer, int kept) {
+  for (int t = work.tiles - 1 - kept; t >= 0; --t) {
+    writer.put(BlockWork::kBasisBytes, [&](int stage, Barrier* arrived) {
+      load_basis(work, t, stage, arrived, evict_first());
+    });
+  }
+}
+
+// ---- The spare warps ----------------------------------------------------------------------------
+
+// Calls visit(i) for the quads of a rank's sum that are this thread's, of all spare ones.
+template <typename Visit>
+__device__ __forceinline__ void visit_quads(const BlockWork& work, Visit visit) {
+  const int thread = kSpareThreads * work.group + static_cast<int>(threadIdx.x) - 32;
+  for (int i = thread; i < kQuads; i += kSpareThreads * work.groups) visit(i);
+}
+
+__device__ __forceinline__ void zero_totals(const BlockWork& work, float4* totals) {
+  visit_quads(work, [&](int i) { totals[i] = float4{}; });
+}
+
+// Backward: what a spare warp has of 8 columns of a rank, from column 8 j on, whose rows the three
+// warps of a block share: every third quad. Of each the lane has two columns, and a row and the
+// one 8 below it.
+struct SpareColumns {
+  static constexpr int kMine = (kEigen / 16 + 2) / 3;
+  const BlockWork& work;
+  int j, warp = threadIdx.x / 32 - 1, lane = threadIdx.x % 32;
+
+  __device__ int col() const { return work.col0() + 8 * j + 2 * (lane % 4); }
+  __device__ int row(int k) const { return 16 * (warp + 3 * k) + lane / 4; }
+  // Whether there is a quad k: not all three have as many. In its place they read another one.
+  __device__ bool has(int k) const { return warp + 3 * k < kEigen / 16; }
+  __device__ int quad(int k) const {
+    return ((has(k) ? warp + 3 * k : 0) * kColumns / 8 + j) * 32 + lane;
+  }
+  // These elements of a matrix (E, W); zeros outside of it.
+  __device__ void load(float4 (&quads)[kMine], const bf16* matrix) const {
+    const Operands& in = work.operands;
+#pragma unroll
+    for (int k = 0; k < kMine; ++k) {
+      const float2 upper = pair_at(matrix, in.E, in.W, row(k), col());
+      const float2 lower = pair_at(matrix, in.E, in.W, row(k) + 8, col());
+      quads[k] = make_float4(upper.x, upper.y, lower.x, lower.y);
+    }
+  }
+};
+
+// Backward: adds dSpectral to the sum of all.
+__device__ __forceinline__ void add_d_spectral(const BlockWork& work, float4* totals) {
+#pragma unroll 1
+  for (int j = work.group; j < kColumns / 8; j += work.groups) {
+    const SpareColumns mine{work, j};
+    float4 quads[SpareColumns::kMine];
+    mine.load(quads, work.operands.d_spectral);
+#pragma unroll
+    for (int k = 0; k < SpareColumns::kMine; ++k) {
+      if (mine.has(k)) atomicAdd(totals + mine.quad(k), quads[k]);
+    }
+  }
+}
+
+// Backward: dTimes, when all have added. What does not depend on the sum of all is loaded before.
+__device__ __forceinline__ void store_d_times(const BlockWork& work, const float4* totals) {
+  const Operands& in = work.operands;
+#pragma unroll 1
+  for (int j = work.group; j < kColumns / 8; j += work.groups) {
+    const SpareColumns mine{work, j};
+    float4 factors[SpareColumns::kMine];
+    mine.load(factors, in.spectral);
+#pragma unroll
+    for (int k = 0; k < SpareColumns::kMine; ++k) {
+      const int row = mine.row(k);
+      const float upper = row < in.E ? __bfloat162float(in.evalues[row]) : 0;
+      const float lower = row + 8 < in.E ? __bfloat162float(in.evalues[row + 8]) : 0;
+      factors[k] = make_float4(upper * factors[k].x, upper * factors[k].y, lower * factors[k].z,
+                               lower * factors[k].w);
+    }
+    barrier_wait(&work.shared.met, 0);
+    float2 sum = {};
+#pragma unroll
+    for (int k = 0; k < SpareColumns::kMine; ++k) {
+      const float4 total = __ldcg(totals + mine.quad(k));
+      sum.x -= factors[k].x * total.x + factors[k].z * total.z;
+      sum.y -= factors[k].y * total.y + factors[k].w * total.w;
+    }
+#pragma unroll
+    for (int lanes = 4; lanes < 32; lanes *= 2) {
+      sum.x += __shfl_xor_sync(~0u, sum.x, lanes);
+      sum.y += __shfl_xor_sync(~0u, sum.y, lanes);
+    }
+    auto& rows = work.shared.second.d_times;
+    const int pair = 4 * j + mine.lane;
+    if (mine.lane < 4) rows[mine.warp][pair] = sum;
+    named_barrier(kSpareBarrier, kSpareThreads);
+    if (mine.warp == 0 && mine.lane < 4 && mine.col() < in.W) {
+      const float2 all = {rows[0][pair].x + rows[1][pair].x + rows[2][pair].x,
+                          rows[0][pair].y + rows[1][pair].y + rows[2][pair].y};
+      *reinterpret_cast<uint32_t*>(in.d_times + mine.col()) = pack2<bf16>(all.x, all.y);
+    }
+  }
+}
+
+// ---- The consumers ------------------------------------------------------------------------------
+
+// What a thread of a consumer holds of its 64 rows of the spectrum: its share, and
+// exp(-evalue time) of the same elements.
+struct SpectrumShare {
+  Sum<kColumns> sum;
+  float factors[kColumns / 2];
+};
+
+__device__ inline int consumer() { return static_cast<int>(threadIdx.x) / 128 - 1; }
+
+__device__ __forceinline__ void damping_factors(const BlockWork& work, SpectrumShare& share) {
+  const Operands& in = work.operands;
+  const int row0 = 64 * consumer() + share.sum.row(0);
+  const float upper = row0 < in.E ? __bfloat162float(in.evalues[row0]) : 0;
+  const float lower = row0 + 8 < in.E ? __bfloat162float(in.evalues[row0 + 8]) : 0;
+#pragma unroll
+  for (int j = 0; j < kColumns / 8; ++j) {
+    const float2 times = pair_at(in.times, 1, in.W, 0, work.col0() + share.sum.col(4 * j));
+    share.factors[4 * j] = damping(upper, times.x);
+    share.factors[4 * j + 1] = damping(upper, times.y);
+    share.factors[4 * j + 2] = damping(lower, times.x);
+    share.factors[4 * j + 3] = damping(lower, times.y);
+  }
+}
+
+// First product: this block's share of basis^T (mass x). The left factor is the basis, transposed,
+// and forward multiplied by the masses. The last stages are kept for the second product.
+template <Pass kPass, class Reader>
+__device__ __forceinline__ void project(const BlockWork& work, SpectrumShare& share,
+                                        Reader& reader) {
+  for (int t = 0; t < work.tiles; ++t, reader.next()) {
+    const int stage = reader.wait();
+    auto left = work.shared.basis[stage][consumer()].load_transposed_fragments();
+    if constexpr (kPass == Pass::forward) {
+#pragma unroll
+      for (int i = 0; i < 4 * kSlices; ++i) {
+        unsigned& pair = left.slices[i / 4][i % 4];
+        const bf16* const masses = work.shared.mass[stage] + left.k(i / 4, i % 4);
+        pair = multiply2(pair, *reinterpret_cast<const unsigned*>(masses));
+      }
+    }
+    share.sum.start_product(left, work.shared.x[stage], t > 0);
+    wgmma_wait<0>();
+    if (t + kClusterStages < work.tiles) reader.give_back();
+  }
+}
+
+// The number of the quad of the thread's elements 4 j to 4 j + 3.
+__device__ __forceinline__ int quad_of(int j) {
+  const int warp = threadIdx.x % 128 / 32, lane = threadIdx.x % 32;
+  return ((4 * consumer() + warp) * kColumns / 8 + j) * 32 + lane;
+}
+
+// Adds the share to the sum of all.
+__device__ __forceinline__ void add_to_totals(const SpectrumShare& share, float4* totals) {
+#pragma unroll
+  for (int j = 0; j < kColumns / 8; ++j) {
+    const float* four = share.sum.elements + 4 * j;
+    atomicAdd(totals + quad_of(j), make_float4(four[0], four[1], four[2], four[3]));
+  }
+}
+
+// The consumers arrive, and wait until those of all blocks have added. Backward the block arrives
+// when its spare warps have added, too.
+template <Pass kPass>
+__device__ __forceinline__ void meet(const BlockWork& work, const Meeting& meeting) {
+  named_barrier(kConsumersBarrier, kConsumers);
+  if (threadIdx.x == 128) {
+    if constexpr (kPass == Pass::backward) barrier_wait(&work.shared.spare, 0);
+    const GridCount arrivals(*meeting.arrivals);
+    const unsigned before = arrivals.fetch_add(1, cuda::memory_order_acq_rel) - meeting.start;
+    if (before + 1 == meeting.groups) {
+      // The last one: on to the next launch's number.
+      arrivals.fetch_add(0x10000 - meeting.groups, cuda::memory_order_relaxed);
+    } else {
+      const Spin spin("the other blocks' shares of the spectrum");
+      while (!meeting.all_have_arrived()) spin.again();
+    }
+    if constexpr (kPass == Pass::backward) barrier_arrive(&work.shared.met);
+  }
+  named_barrier(kConsumersBarrier, kConsumers);
+}
+
+// The spectrum, from the sum of all, is damped and becomes the right factor of the second product,
+// in shared memory; forward the first group stores it, too.
+template <Pass kPass>
+__device__ __forceinline__ void damp_spectrum(const BlockWork& work, SpectrumShare& share,
+                                              const float4* totals) {
+  auto& shared = work.shared;
+  constexpr int kOwnQuads = kColumns / 8;
+  float4 sums[kOwnQuads];
+#pragma unroll
+  for (int j = 0; j < kOwnQuads; ++j) sums[j] = __ldcg(totals + quad_of(j));
+#pragma unroll
+  for (int j = 0; j < kOwnQuads; ++j) {
+    float* four = share.sum.elements + 4 * j;
+    const float* factor = share.factors + 4 * j;
+    four[0] = factor[0] * sums[j].x;
+    four[1] = factor[1] * sums[j].y;
+    four[2] = factor[2] * sums[j].z;
+    four[3] = factor[3] * sums[j].w;
+  }
+#pragma unroll
+  for (int box = 0; box < kBoxes; ++box) {
+    share.sum.store(shared.second.spectrum[consumer()].boxes[box], kBoxCols * box,
+                    [&](int i) { return share.sum.elements[i]; });
+  }
+  shared_fence();
+  named_barrier(kConsumersBarrier, kConsumers);
+  if (kPass == Pass::forward && work.group == 0 && threadIdx.x == 128) {
+    for (int step = 0; step < kSteps; ++step) {
+      for (int box = 0; box < kBoxes; ++box) {
+        store_box<false>(&work.maps.spectral, 0, kStepK * step, work.col0() + kBoxCols * box,
+                         &shared.second.spectrum[step].boxes[box], evict_normal());
+      }
+    }
+    tensor_store_commit();
+  }
+}
+
+// Second product, over the same tiles in reverse. A consumer takes every other stage, always the
+// even ones or always the odd ones, so that it sees all rounds of its own stages.
+template <Pass kPass, class Reader>
+__device__ __forceinline__ void expand(const BlockWork& work, Reader reader) {
+  auto& shared = work.shared;
+  const int thread = threadIdx.x % 128;
+  Sum<kColumns> sum;
+  for (int t = work.tiles - 1; t >= 0; --t, reader.next()) {
+    if (reader.ring.stage % 2 != consumer()) continue;
+    const int stage = reader.wait();
+    float above = 1, below = 1;
+    if constexpr (kPass == Pass::backward) {
+      above = __bfloat162float(shared.mass[stage][sum.row(0)]);
+      below = __bfloat162float(shared.mass[stage][sum.row(2)]);
+    }
+#pragma unroll
+    for (int step = 0; step < kSteps; ++step) {
+      sum.start_product(shared.basis[stage][step].rows(0), shared.second.spectrum[step], step > 0);
+    }
+    wgmma_wait<0>();
+    if (thread == 0) tensor_store_wait_read<0>();
+    named_barrier(kConsumerBarrier + consumer(), 128);  // the masses have been read, too
+    // Only this consumer has read the stage. But two arrivals give one back, so both are made here.
+    if (t >= kClusterStages) {
+      reader.give_back();
+      reader.give_back();
+    }
+#pragma unroll
+    for (int box = 0; box < kBoxes; ++box) {
+      sum.store(shared.second.out[consumer()][box], kBoxCols * box,
+                [&](int i) { return (i / 2 % 2 ? below : above) * sum.elements[i]; });
+    }
+    shared_fence();
+    named_barrier(kConsumerBarrier + consumer(), 128);
+    if (thread == 0) {
+      // The result shall not drive the basis out of the cache while the basis is still read.
+      const uint64_t policy = t >= kClusterStages ? evict_first() : evict_normal();
+      for (int box = 0; box < kBoxes; ++box) {
+        store_box<false>(&work.maps.out, 0, work.row_of(t), work.col0() + kBoxCols * box,
+                         &shared.second.out[consumer()][box], policy);
+      }
+      tensor_store_commit();
+    }
+  }
+  if (thread == 0) tensor_store_wait_read<0>();
+}
+#endif  // HOPPER_CODE
+
+// The kernel: its steps, in their order. The blocks of a cluster are a row of the grid. arrivals,
+// totals: see Meeting.
+template <Pass kPass>
+__global__ void __launch_bounds__(kClusterThreads, 1)
+    diffusion_clusters(const __grid_constant__ DiffusionMaps maps, const Operands operands,
+                       unsigned* arrivals, float4* totals) {
+#if HOPPER_CODE
+  extern __shared__ __align__(1024) char bytes[];
+  const BlockWork work(bytes, maps, operands);
+  const int warp = warp_of_block();
+  if (warp == 0 && elect_one()) prepare_barriers(work);
+  start_next_kernel();
+  wait_for_previous_kernel();
+  const Meeting meeting(work, arrivals, totals);
+  if (warp == 0 && elect_one()) put_first_x(work);
+  cluster_meet();
+
+  if (warp < 4) {
+    registers_shrink_to<56>();
+    if (warp == 0) {
+      if (!elect_one()) return;
+      Writer writer(work.shared.pipeline);
+      load_forth(work, writer);
+      load_back(work, writer.back(), kClusterStages);
+    } else {  // the spare warps
+      zero_totals(work, meeting.next_totals);
+      if constexpr (kPass == Pass::backward) {
+        add_d_spectral(work, meeting.totals);
+        barrier_arrive(&work.shared.spare);
+        store_d_times(work, meeting.totals);
+      }
+    }
+  } else {
+    registers_grow_to<224>();
+    Reader reader(work.shared.pipeline, work.cluster);
+    SpectrumShare share;
+    damping_factors(work, share);  // while the first tiles are on their way
+    project<kPass>(work, share, reader);
+    add_to_totals(share, meeting.totals);
+    meet<kPass>(work, meeting);
+    damp_spectrum<kPass>(work, share, meeting.totals);
+    expand<kPass>(work, reader.back());
+  }
+#endif
+}
+
 // -------------------------------------------------------------------------------------------------
 
 // The tiles of the kernels that do not need Hopper. In project_slices, large tiles read less. Small
@@ -801,17 +1302,34 @@ void add_one_launch(DiffusionProblem& table) {
       .checks = table.checks((tiles + blocks.y - 1) / blocks.y * kVertices, 0, 2, 1);
 }
 
-// The operator that a program would call: both passes, any number of meshes, E up to 256.
+// As many clusters as fit on the GPU at the same time, as above, but no more than there are tiles.
 template <Pass kPass>
-void add_any_shape(DiffusionProblem& table) {
-  const FusedDiffusion<kPass> fused(
-      workspace_of(table.problem), [&table] { return table.operands(); }, table.shape);
-  const auto ways = ways_of_row(fused.ways());
-  if (ways.empty()) return;
-  table.problem.kernel("any shape", Role::ours, ways)
+void add_clusters(DiffusionProblem& table) {
+  const auto [V, E, W, meshes] = table.shape;
+  constexpr int kBytes = sizeof(ClusterShared), kMostBlocks = 8;
+  const auto kernel = diffusion_clusters<kPass>;
+  allow_shared_bytes(kernel, kBytes);
+  const unsigned blocks = blocks_for(W, kColumns);
+  if (E > kEigen || meshes > 1 || blocks > kMostBlocks) return;
+  const int fit = clusters_that_fit(kernel, blocks, kClusterThreads, kBytes);
+  if (fit == 0) return;
+  const int64_t tiles = blocks_for(V, kVertices);
+  const dim3 grid(blocks, persistent(tiles, fit));
+  const auto arrivals = table.problem.workspace<unsigned>(blocks);
+  const auto totals = table.problem.workspace<float>(size_t{4 * 2 * kQuads} * blocks);
+  const auto launch = [=, &table] {
+    const Operands in = table.operands();
+    launch_clusters(diffusion_clusters<kPass>, grid.x, true, grid, kClusterThreads, kBytes,
+                    DiffusionMaps(in), in, arrivals.data(),
+                    reinterpret_cast<float4*>(totals.data()));
+  };
+  table.problem.kernel("clusters", Role::ours, launch)
       .hopper_only()
-      .occupies(table.ends() + fused.workspace_bytes())
-      .checks = table.checks(fused.vertices_of_a_block(), 0, kPass == Pass::forward ? 2 : 1, 1);
+      .occupies(table.ends() + arrivals.bytes() + totals.bytes())
+      .needs_shared(kBytes)
+      // Roundings to bf16 before the second product, as above: backward only that of the damped s.
+      .checks =
+      table.checks((tiles + grid.y - 1) / grid.y * kVertices, 0, kPass == Pass::forward ? 2 : 1, 1);
 }
 
 template <bool kBatch>
@@ -825,8 +1343,8 @@ void add_kernels(DiffusionProblem& forward, DiffusionProblem& backward, const De
                           : add_portable_kernels<SmallTile, NarrowTile, kBatch>;
   add(forward, backward, device.sms);
   add_one_launch(forward);
-  add_any_shape<Pass::forward>(forward);
-  add_any_shape<Pass::backward>(backward);
+  add_clusters<Pass::forward>(forward);
+  add_clusters<Pass::backward>(backward);
 }
 
 int main(int argc, char** argv) {
@@ -878,11 +1396,8 @@ int main(int argc, char** argv) {
       if (last) lesson.note(text);
     };
   }
-  if (E > kMostEigen || W > kMostWidth) {
-    lesson.note("Any shape keeps at most 256 x 512 of the spectrum on chip: it is left out.");
-  }
   if (E > kEigen || meshes > 1) {
-    lesson.note("One launch is for one mesh and at most 128 eigenvectors: it is left out.");
+    lesson.note("The last two kernels are for one mesh and at most 128 eigenvectors.");
   }
   Problem &forward = tables.front().problem, &backward = tables.back().problem;
   forward.compare("split-K", "half fused",
@@ -890,9 +1405,8 @@ int main(int argc, char** argv) {
   forward.compare("split-K", "unfused",
                   "Forward: three launches instead of five: % times as fast.");
   forward.compare("one launch", "unfused", "Forward: one launch instead of five: % times as fast.");
-  forward.compare("any shape", "unfused", "Forward, any shape: % times as fast.");
-  backward.compare("any shape", "unfused",
-                   meshes > 1 ? "Backward: two launches instead of seven: % times as fast."
-                              : "Backward: one launch instead of seven: % times as fast.");
+  forward.compare("clusters", "unfused", "Forward, in clusters: % times as fast.");
+  backward.compare("clusters", "unfused",
+                   "Backward: one launch instead of seven: % times as fast.");
   return lesson.run();
 }

@@ -27,26 +27,28 @@
 //     ping-pong    two warpgroups take turns: while one multiplies, the other computes exponentials
 //     overlap      while a consumer computes exponentials, its own results are still multiplied
 //     rare factors what has been summed up is scaled only where a maximum has grown by a lot
-//     any shape    operators/attention: blocks that stay, and a maximum that is looked for only
-//                  where one is needed
+//     tile scheduler  blocks stay, take the next rows of Q when they are done, and look for a
+//                  maximum only where they need one
 //
 // --causal and --full print one of the two tables. --hard-rows makes the logits of most queries
 // hard. Some are as large as 2^17 or 2^18 times the scale, which for a width of 64 is 16384 or
 // 32768, and some are -infinity.
 
+#include <algorithm>
+#include <cmath>
 #include <memory>
 #include <string>
+#include <type_traits>
 #include <vector>
 
 #include "checks/attention/attention.h"
 #include "checks/attention/cudnn.h"
 #include "checks/attention/library.cuh"
-#include "checks/workspace.h"
-#include "operators/attention/layer.cuh"
 #include "primitives/approximate.cuh"
 #include "primitives/async_copy.cuh"
 #include "primitives/fragments.cuh"
 #include "primitives/hopper/pipeline.cuh"
+#include "primitives/launch.h"
 #include "primitives/row_parts.cuh"
 
 using namespace checks;
@@ -137,6 +139,8 @@ __global__ void __launch_bounds__(32 * kRowWarps) attention_rows(Operands<T> in)
 
 // ---- mma.sync -----------------------------------------------------------------------------------
 
+constexpr float kLog2E = 1.44269504088896340736f, kLn2 = 0.693147180559945309417f;
+
 // What a thread knows of its two rows of each 16 (lesson 3's picture of fragments). Element i of a
 // sum is in the first of these rows where i / 2 is even, and in the second one, 8 rows below, where
 // it is odd. The four lanes of a quad share a row.
@@ -185,11 +189,10 @@ struct OnlineRows {
     for (int r = 0; r < 2; ++r) {
       sum[r] = lanes_sum<4>(sum[r]);
       factor[r] = sum[r] > 0 ? 1 / sum[r] : 0;
-      log_sum[r] = largest[r] * scale * operators::attention::kLn2 + logf(sum[r]);
+      log_sum[r] = largest[r] * scale * kLn2 + logf(sum[r]);
     }
   }
 };
-constexpr float kLog2E = operators::attention::kLog2E;
 
 // -infinity for the logits of keys that a row does not see. `key` is the tile's first key.
 template <int kCount>
@@ -672,6 +675,513 @@ __global__ void __launch_bounds__(384, 1)
 #endif
 }
 
+// ---- tile scheduler -----------------------------------------------------------------------------
+
+// What is left? A block of *overlap* waits for its first tiles, and its tensor cores wait again
+// when it stores its last results; and with a causal mask blocks have more to do or less. Here
+// blocks stay, one on each multiprocessor. A piece of work is some rows of Q of one head. When the
+// producer has ordered all tiles of one, it takes the number of the next one from a counter in
+// memory (a tile scheduler). Its rows of Q come into the other one of two places, and its first
+// logits are multiplied beside the last results of the piece before. Results leave by the copy
+// engine, from the place where their rows of Q were; a warp of the producer's waits for them.
+//
+// And the exponentials take fewer instructions. Which number a row's exponentials are relative to
+// does not matter for the result, as long as nothing overflows and not all of a row underflows. So
+// it is the maximum of the first tile in which a row has logits. Later tiles are not compared with
+// it: that an exponential was too large shows in the sum. Only then (hardly ever) the logits, which
+// are lost, are multiplied once more, and a new maximum is looked for.
+struct LazyRows {
+  float base[2] = {NAN, NAN};  // in logits times scale; NaN before the first logit
+  float sum[2] = {};           // of the thread's own exponentials
+
+  // Makes exponentials of a tile's logits, relative to the base that there is. Returns whether that
+  // was right for all rows of the warp. If not, the logits are lost, and the sums are as before.
+  // `most` is how large the sum may become.
+  template <int kCount>
+  __device__ __forceinline__ bool try_exponentials(float (&logits)[kCount], float scale,
+                                                   float most) {
+    float more[2];
+    sum_of_exponentials(more, logits, scale);
+    const bool right = more[0] <= most && more[1] <= most;  // false for NaN, too
+    if (!__all_sync(kAllLanes, right)) return false;
+    sum[0] += more[0];
+    sum[1] += more[1];
+    return true;
+  }
+
+  // The same with a base that is large enough for these logits, too. What has been summed up for a
+  // row must be multiplied by `factor`.
+  template <int kCount>
+  __device__ __forceinline__ void exponentials(float (&logits)[kCount], float scale,
+                                               float (&factor)[2]) {
+    float most[2] = {logits[0], logits[2]}, more[2];
+#pragma unroll
+    for (int i = 1; i < kCount; ++i) most[i / 2 % 2] = fmaxf(most[i / 2 % 2], logits[i]);
+#pragma unroll
+    for (int r = 0; r < 2; ++r) {
+      most[r] = lanes_max<4>(most[r]) * scale;
+      const float to = most[r] == minus_infinity() ? base[r] : fmaxf(most[r], base[r]);
+      factor[r] = isnan(base[r]) ? 0 : exp2_approximate(base[r] - to);
+      sum[r] *= factor[r];
+      base[r] = to;
+    }
+    sum_of_exponentials(more, logits, scale);
+    // Where all of a row was -infinity so far its exponentials are 0, not NaN.
+#pragma unroll
+    for (int r = 0; r < 2; ++r) sum[r] += isnan(base[r]) ? 0 : more[r];
+    if (isnan(base[0]) || isnan(base[1])) {
+#pragma unroll
+      for (int i = 0; i < kCount; ++i) {
+        if (isnan(base[i / 2 % 2])) logits[i] = 0;
+      }
+    }
+  }
+
+  // 1 / sum of each row, 0 for a row that sees no key; and the logarithms.
+  __device__ __forceinline__ void finish(float (&factor)[2], float (&log_sum)[2]) {
+#pragma unroll
+    for (int r = 0; r < 2; ++r) {
+      sum[r] = lanes_sum<4>(sum[r]);
+      const bool none = isnan(base[r]);
+      factor[r] = none ? 0 : 1 / sum[r];
+      log_sum[r] = none ? minus_infinity() : fmaf(base[r], kLn2, logf(sum[r]));
+    }
+  }
+
+ private:
+  template <int kCount>
+  __device__ __forceinline__ void sum_of_exponentials(float (&all)[2], float (&logits)[kCount],
+                                                      float scale) const {
+    float more[2][2] = {};  // two chains for each row: a chain waits for each of its additions
+#pragma unroll
+    for (int i = 0; i < kCount; ++i) {
+      logits[i] = exp2_approximate(fmaf(logits[i], scale, -base[i / 2 % 2]));
+      more[i / 2 % 2][i / 4 % 2] += logits[i];
+    }
+    all[0] = more[0][0] + more[0][1];
+    all[1] = more[1][0] + more[1][1];
+  }
+};
+
+// Far below what T, and sums in fp32, can hold.
+template <typename T>
+constexpr float kMostExponentials = std::is_same_v<T, half> ? 0x1p14f : 0x1p64f;
+
+// For d = 64 three consumers share what comes of K and V. For d = 256 there are no turns.
+template <int kWidth>
+struct StayTile {
+  static constexpr int kConsumers = kWidth == 64 ? 3 : 2, kKeys = kWidth == 256 ? 64 : 128;
+  static constexpr int kStages = kWidth == 64 ? 8 : kWidth == 128 ? 5 : 3, kRowStages = 2;
+  static constexpr int kRows = 64 * kConsumers, kThreads = 128 * (1 + kConsumers);
+  static constexpr int kBoxes = kWidth / kBoxCols;
+  static constexpr bool kTurns = kWidth < 256;
+};
+
+// Rows of Q of a head, and how many tiles of keys they see, at least one. The last tile is taken
+// first. tiles < 0: there is no more work.
+struct Piece {
+  int row, head, batch, tiles;
+};
+
+// Heads are taken in `sections` sections of `section` heads, and then a last one with all that are
+// left. In a section the rows with the most keys come first. next[0] counts the pieces that were
+// taken beside the first one of each block, next[1] the blocks that are done. Both are 0 before the
+// launch and after it.
+struct TileScheduler {
+  int row_tiles, heads, section, sections;  // heads: of all batches
+  unsigned total;
+  unsigned* next;
+
+  template <int kWidth, typename T>
+  __device__ Piece piece(const Operands<T>& in, unsigned number) const {
+    using Tile = StayTile<kWidth>;
+    if (number >= total) return {0, 0, 0, -1};
+    const unsigned of_section = section * row_tiles;
+    const unsigned own = min(number / of_section, static_cast<unsigned>(sections));
+    const unsigned within = number - own * of_section, head = own * section;
+    const unsigned count = own < static_cast<unsigned>(sections) ? section : heads - head;
+    const unsigned tile = in.causal ? row_tiles - 1 - within / count : within / count;
+    const int row = static_cast<int>(tile) * Tile::kRows;
+    const int sequence = static_cast<int>(head + within % count);
+    const int seen = in.limit(min(row + Tile::kRows, in.queries) - 1);
+    return {row, sequence % in.heads, sequence / in.heads, max(1, ceil_div(seen, Tile::kKeys))};
+  }
+};
+
+template <typename T, int kWidth>
+struct StayShared : StayTile<kWidth> {
+  using Tile = StayTile<kWidth>;
+  LeftTile<T, Tile::kRows> q[Tile::kRowStages][Tile::kBoxes];
+  Box<T, Tile::kKeys> kv[Tile::kStages][Tile::kBoxes];  // of K or V
+  Piece pieces[Tile::kRowStages];
+  StageBarriers<Tile::kRowStages> rows;  // of q and pieces
+  StageBarriers<Tile::kStages> keys;
+  Barrier results[Tile::kRowStages][Tile::kConsumers];  // they are where their rows of Q were
+  Barrier turns[Tile::kConsumers];
+};
+
+struct StayMaps {
+  CUtensorMap Q, K, V, out;
+};
+
+#if HOPPER_CODE
+// Each warp of a consumer gives a stage back for itself: four arrivals.
+struct EachWarp {
+  static constexpr int kReleases = 4;
+  __device__ static void release(Barrier& empty) {
+    if (threadIdx.x % 32 == 0) barrier_arrive(&empty);
+  }
+};
+
+// Turn, for any number of consumers, whose warps pass it on for themselves.
+template <int kWidth>
+struct Turns {
+  using Tile = StayTile<kWidth>;
+  Barrier* barriers;
+  int consumer, parity = consumer == 0 ? 1 : 0;
+
+  __device__ __forceinline__ void wait() {
+    if constexpr (Tile::kTurns) {
+      barrier_wait(&barriers[consumer], parity);
+      parity ^= 1;
+    }
+  }
+  __device__ __forceinline__ void pass() const {
+    if constexpr (Tile::kTurns) EachWarp::release(barriers[(consumer + 1) % Tile::kConsumers]);
+  }
+};
+
+// The producer's thread. K of each tile comes before V of the tile before it, also from one piece
+// of work to the next.
+template <typename T, int kWidth>
+__device__ __forceinline__ void bring_pieces(StayShared<T, kWidth>& shared, const StayMaps& maps,
+                                             const Operands<T>& in,
+                                             const TileScheduler& scheduler) {
+  using Tile = StayTile<kWidth>;
+  Writer rows(shared.rows);
+  Writer keys(shared.keys);
+  const uint64_t once = evict_first(), of_keys = evict_last();
+  const auto put = [&](const CUtensorMap& map, const Piece& piece, int tile) {
+    keys.put(sizeof shared.kv[0], [&](int stage, Barrier* arrived) {
+#pragma unroll
+      for (int box = 0; box < Tile::kBoxes; ++box) {
+        tensor_load(shared.kv[stage][box].row(0), &map, piece.batch, tile * Tile::kKeys,
+                    piece.head / in.group * kWidth + kBoxCols * box, arrived, of_keys);
+      }
+    });
+  };
+  Piece before;
+  bool first = true;
+  unsigned number = blockIdx.x;
+  for (;; first = false) {
+    const Piece piece = scheduler.template piece<kWidth>(in, number);
+    shared.pieces[rows.wait()] = piece;
+    if (piece.tiles < 0) break;
+    number = gridDim.x + atomicAdd(scheduler.next, 1u);
+    rows.put(sizeof shared.q[0], [&](int stage, Barrier* arrived) {
+#pragma unroll
+      for (int box = 0; box < Tile::kBoxes; ++box) {
+        tensor_load(shared.q[stage][box].row(0), &maps.Q, piece.batch, piece.row,
+                    piece.head * kWidth + kBoxCols * box, arrived, once);
+      }
+    });
+    put(maps.K, piece, piece.tiles - 1);
+    if (!first) put(maps.V, before, 0);
+    for (int tile = piece.tiles - 1; tile > 0; --tile) {
+      put(maps.K, piece, tile - 1);
+      put(maps.V, piece, tile);
+    }
+    before = piece;
+  }
+  put(maps.V, before, 0);
+  rows.put(0, [](int, Barrier*) {});  // no more work
+  // The block that is done last leaves the counters as they were.
+  if (atomicAdd(scheduler.next + 1, 1u) == gridDim.x - 1) {
+    scheduler.next[0] = 0;
+    scheduler.next[1] = 0;
+  }
+}
+
+// A thread that has a consumer's results stored. Rows beyond the last are dropped.
+template <typename T, int kWidth>
+__device__ __forceinline__ void store_pieces(StayShared<T, kWidth>& shared, const StayMaps& maps,
+                                             int consumer) {
+  using Tile = StayTile<kWidth>;
+  for (Ring ring{Tile::kRowStages};; ring.advance()) {
+    barrier_wait(&shared.rows.full[ring.stage], ring.parity);
+    const Piece piece = shared.pieces[ring.stage];
+    if (piece.tiles < 0) return;
+    barrier_wait(&shared.results[ring.stage][consumer], ring.parity);
+#pragma unroll
+    for (int box = 0; box < Tile::kBoxes; ++box) {
+      store_box<true>(&maps.out, piece.batch, piece.row + 64 * consumer,
+                      piece.head * kWidth + kBoxCols * box,
+                      shared.q[ring.stage][box].row(64 * consumer), evict_normal());
+    }
+    tensor_store_commit();
+    tensor_store_wait_read<0>();
+    barrier_arrive(&shared.rows.empty[ring.stage]);
+  }
+}
+
+// What a consumer has of a piece of work: 64 rows, from `row` on, and of its tiles of keys those
+// below `end`, which are all that they see. `tile` is the one that comes next.
+struct ConsumerPiece {
+  int stage, row, tile, end;
+  int whole;     // tiles below it have no key that one of the rows does not see
+  int limit[2];  // of the thread's two rows
+};
+
+template <typename T, int kWidth>
+struct StayConsumer {
+  using Tile = StayTile<kWidth>;
+  static constexpr int kKeys = Tile::kKeys;
+  using Logits = Sum<kKeys>;
+  using Probs = LeftFragments<T, kKeys / 16>;
+  StayShared<T, kWidth>& shared;
+  const Operands<T>& in;
+  int consumer;
+  float scale = in.scale * kLog2E;
+
+  // The same number in all lanes, which the compiler then knows.
+  __device__ static int uniform(int number) { return __shfl_sync(kAllLanes, number, 0); }
+
+  __device__ __forceinline__ ConsumerPiece piece_at(int stage) const {
+    ConsumerPiece own;
+    own.stage = stage;
+    own.row = uniform(shared.pieces[stage].row) + 64 * consumer;
+#pragma unroll
+    for (int r = 0; r < 2; ++r) own.limit[r] = in.limit(own.row + Sum<8>::row(2 * r));
+    own.whole = in.limit(own.row) / kKeys;
+    own.tile = uniform(shared.pieces[stage].tiles) - 1;
+    const int seen = ceil_div(in.limit(min(in.queries - 1, own.row + 63)), kKeys);
+    own.end = own.row < in.queries ? max(1, seen) : 0;
+    return own;
+  }
+  __device__ __forceinline__ void start_logits(Logits& logits, int stage, int k) const {
+#pragma unroll
+    for (int box = 0; box < Tile::kBoxes; ++box) {
+      logits.template start_product<kSlices>(shared.q[stage][box].rows(64 * consumer),
+                                             AlongK<T>{descriptor_a(shared.kv[k][box].elements)},
+                                             box > 0);
+    }
+  }
+  __device__ __forceinline__ void start_result(Sum<kWidth>& result, const Probs& probs, int v,
+                                               bool add) const {
+    result.template start_product<kKeys / 16>(probs, shared.kv[v][0].across_k(), add);
+  }
+  // The logits of start_logits() once more, by mma.sync: other warps need not do the same.
+  __device__ __noinline__ void multiply_again(Logits& logits, int stage, int k) const {
+    const int row = 64 * consumer + threadIdx.x % 128 / 32 * 16;
+    float sum[1][kKeys / 8][4] = {};
+    for (int box = 0; box < Tile::kBoxes; ++box) {
+      for (int i = 0; i < kBoxCols; i += 16) {
+        unsigned q[1][4], keys[kKeys / 16][4];
+        load_left<kBoxCols>(q, shared.q[stage][box].elements, row, i);
+        load_right_transposed<kBoxCols>(keys, shared.kv[k][box].elements, i, 0);
+        add_product<T>(sum, q, keys);
+      }
+    }
+#pragma unroll
+    for (int i = 0; i < kKeys / 2; ++i) logits.elements[i] = sum[0][i / 4][i % 4];
+    __syncwarp();  // all lanes have read the keys, whose stage one lane gives back
+  }
+  __device__ __forceinline__ void hide(Logits& logits, const ConsumerPiece& own, int tile) const {
+    if (tile >= own.whole) mask(logits.elements, tile * kKeys, own.limit);
+  }
+  // The results of a piece, to where their rows of Q were.
+  __device__ __forceinline__ void put(const ConsumerPiece& own, LazyRows& lazy,
+                                      Sum<kWidth>& result) const {
+    const Piece& piece = shared.pieces[own.stage];
+    float factor[2], log_sum[2];
+    lazy.finish(factor, log_sum);
+#pragma unroll
+    for (int r = 0; r < 2; ++r) {
+      const int s = own.row + Sum<8>::row(2 * r);
+      if (s >= in.queries || threadIdx.x % 4 > 0) continue;
+      const size_t head = static_cast<size_t>(piece.batch) * in.heads + piece.head;
+      in.log_sums[head * in.queries + s] = log_sum[r];
+    }
+#pragma unroll
+    for (int box = 0; box < Tile::kBoxes; ++box) {
+      auto& out = *reinterpret_cast<Box<T, 64>*>(shared.q[own.stage][box].row(64 * consumer));
+      result.store(out, kBoxCols * box,
+                   [&](int i) { return result.elements[i] * factor[i / 2 % 2]; });
+    }
+    shared_fence();
+  }
+
+  __device__ __forceinline__ void run() const {
+    using Block = HopperBlock<T, kWidth>;  // whose scale_rows() and to_factor() these are
+    const EachWarp warps;
+    Reader rows(shared.rows, warps);
+    Reader keys(shared.keys, warps);
+    Turns<kWidth> turns{shared.turns, consumer};
+    const auto next_piece = [&] {
+      const int stage = rows.wait();
+      rows.next();
+      return piece_at(stage);
+    };
+    const auto take = [&] {  // the next tile: of K and V in turn
+      const int stage = keys.wait();
+      keys.next();
+      return stage;
+    };
+    const auto give_back = [&](int stage) { keys.give_back(stage); };
+    LazyRows lazy;
+    Logits logits;
+    Sum<kWidth> result;
+    Probs probs;
+    float factor[2];
+    // The first tile of a piece, without the last one of another.
+    const auto begin = [&](const ConsumerPiece& piece) {
+      turns.wait();
+      const int k = take();
+      start_logits(logits, piece.stage, k);
+      turns.pass();
+      wgmma_wait<0>();
+      give_back(k);
+      hide(logits, piece, piece.tile);
+      lazy.exponentials(logits.elements, scale, factor);
+      Block::to_factor(probs, logits);
+    };
+    const auto pass_keys = [&] {
+      turns.wait();
+      give_back(take());
+      turns.pass();
+    };
+
+    ConsumerPiece own = next_piece();
+    bool active = own.tile < own.end, add = false;
+    if (active) {
+      begin(own);
+    } else {
+      pass_keys();
+    }
+    for (;;) {
+      if (active) {
+        for (; own.tile > 0; add = true) {
+          turns.wait();
+          const int k = take();
+          start_logits(logits, own.stage, k);
+          const int v = take();
+          start_result(result, probs, v, add);
+          turns.pass();
+          --own.tile;
+          wgmma_wait<1>();
+          hide(logits, own, own.tile);
+          const bool right = lazy.try_exponentials(logits.elements, scale, kMostExponentials<T>);
+          if (!right) {
+            Logits again;  // so that `logits`, whose address nobody takes, stay in registers
+            multiply_again(again, own.stage, k);
+            logits = again;
+            hide(logits, own, own.tile);
+            lazy.exponentials(logits.elements, scale, factor);
+          }
+          give_back(k);
+          wgmma_wait<0>();
+          give_back(v);
+          if (!right) Block::scale_rows(result, factor);
+          Block::to_factor(probs, logits);
+        }
+      }
+      // From here on the next tile may be of the next piece, and may be hidden. The flags:
+      //   active       `probs` has the exponentials of this tile, `own`; else the tile is hidden
+      //   last         this tile is the last one of its piece
+      //   more         there is a next tile, of this piece or of the next one
+      //   next_active  there is a next tile, and it is not hidden
+      // Of a tile that is hidden K and V are passed over.
+      const bool last = own.tile == 0;
+      ConsumerPiece next = own;
+      bool more = true;
+      if (last) {
+        next = next_piece();
+        more = next.tile >= 0;
+      } else {
+        --next.tile;
+      }
+      const bool next_active = more && next.tile < next.end;
+      if (active && next_active) {  // the last tile of a piece, and the first one of the next
+        turns.wait();
+        const int k = take();
+        start_logits(logits, next.stage, k);
+        const int v = take();
+        start_result(result, probs, v, add);
+        turns.pass();
+        wgmma_wait<1>();
+        give_back(k);
+        hide(logits, next, next.tile);
+        LazyRows of_next;
+        of_next.exponentials(logits.elements, scale, factor);
+        wgmma_wait<0>();
+        give_back(v);
+        put(own, lazy, result);
+        lazy = of_next;
+        Block::to_factor(probs, logits);
+        add = false;
+      } else if (active) {
+        if (more) pass_keys();
+        const int v = take();
+        start_result(result, probs, v, add);
+        wgmma_wait<0>();
+        give_back(v);
+        add = false;
+        put(own, lazy, result);
+        lazy = LazyRows();
+      } else {
+        if (next_active) {
+          begin(next);
+        } else if (more) {
+          pass_keys();
+        }
+        give_back(take());
+      }
+      if (last) {  // the warp has no more to do with this piece
+        __syncwarp();
+        EachWarp::release(shared.results[own.stage][consumer]);
+      }
+      if (!more) return;
+      own = next;
+      active = next_active;
+    }
+  }
+};
+#endif
+
+template <typename T, int kWidth>
+__global__ void __launch_bounds__(StayTile<kWidth>::kThreads, 1)
+    attention_stay(const __grid_constant__ StayMaps maps, const __grid_constant__ Operands<T> in,
+                   const __grid_constant__ TileScheduler scheduler) {
+#if HOPPER_CODE
+  using Tile = StayTile<kWidth>;
+  extern __shared__ __align__(1024) char bytes[];
+  auto& shared = *reinterpret_cast<StayShared<T, kWidth>*>(bytes);
+  if (threadIdx.x == 0) {
+    prepare(shared.rows, Tile::kConsumers);
+    prepare(shared.keys, EachWarp::kReleases * Tile::kConsumers);
+    for (int i = 0; i < Tile::kConsumers; ++i) {
+      for (auto& results : shared.results) barrier_init(&results[i], EachWarp::kReleases);
+      barrier_init(&shared.turns[i], EachWarp::kReleases);
+    }
+    barrier_init_fence();
+  }
+  __syncthreads();
+  const int warp = warp_of_block();
+  if (warp < 4) {
+    registers_shrink_to<Tile::kConsumers == 2 ? 24 : 32>();
+    if (!elect_one()) return;
+    if (warp == 0) {
+      bring_pieces<T, kWidth>(shared, maps, in, scheduler);
+    } else if (warp <= Tile::kConsumers) {
+      store_pieces<T, kWidth>(shared, maps, warp - 1);
+    }
+  } else {
+    registers_grow_to<Tile::kConsumers == 2 ? 240 : 160>();
+    StayConsumer<T, kWidth>{shared, in, warp / 4 - 1}.run();
+  }
+#endif
+}
+
 // -------------------------------------------------------------------------------------------------
 
 template <typename T>
@@ -753,15 +1263,52 @@ struct Table : AttentionProblem<T> {
                  })
         .hopper_only()
         .needs_shared(kBytes);
+    add_tile_scheduler<kWidth>();
   }
 
-  void add_any_shape() const {
+  // Without a mask all pieces are equally long, and heads come one after the other: so each K and V
+  // is read from memory once. With a causal mask the long pieces of a section come first. Only at
+  // the end does it matter that blocks end together. So sections have a quarter of the pieces that
+  // are computed at a time, and the last one has many: as many as half of the L2 cache has room for
+  // K and V of.
+  TileScheduler scheduler(int rows, unsigned blocks, unsigned* next) const {
     const AttentionShape& of = this->shape;
-    const operators::attention::AttentionMemory<T> memory(of, this->Q, this->K, this->V, this->out,
-                                                          {this->lse});
-    const operators::attention::Attention<T> attention(workspace_of(this->problem), memory, of,
-                                                       of.scale());
-    this->kernel("any shape", Role::ours, ways_of_row(attention.ways())).needs(80);
+    const int row_tiles = static_cast<int>(ceil_div(of.queries, int64_t{rows}));
+    const int heads = static_cast<int>(of.heads * of.batch);
+    TileScheduler result{row_tiles, heads, 1, heads, static_cast<unsigned>(row_tiles * heads),
+                         next};
+    if (!of.causal) return result;
+    const int64_t cached = (int64_t{24} << 20) / (4 * of.keys * of.width);
+    const int64_t fit = std::max<int64_t>(1, cached) * of.group();
+    const int64_t at_once = ceil_div(blocks, static_cast<unsigned>(row_tiles));
+    const int64_t last = std::min({std::max<int64_t>(24, 2 * at_once), fit, int64_t{heads}});
+    result.section = static_cast<int>(
+        std::clamp<int64_t>(ceil_div(at_once, int64_t{4}), std::min<int64_t>(2, fit), fit));
+    result.sections = static_cast<int>((heads - last) / result.section);
+    return result;
+  }
+
+  template <int kWidth>
+  void add_tile_scheduler() const {
+    using Tile = StayTile<kWidth>;
+    constexpr int kBytes = sizeof(StayShared<T, kWidth>);
+    const AttentionShape& of = this->shape;
+    allow_shared_bytes(attention_stay<T, kWidth>, kBytes);
+    const int64_t pieces = ceil_div(of.queries, int64_t{Tile::kRows}) * of.heads * of.batch;
+    const auto blocks = static_cast<unsigned>(std::min<int64_t>(pieces, multiprocessors()));
+    const auto next = this->problem.template workspace<unsigned>(2);
+    this->kernel("tile scheduler", Role::ours,
+                 [=, this] {
+                   const HopperMaps of_inputs = maps(Tile::kRows, Tile::kKeys);
+                   const StayMaps all = {
+                       of_inputs.Q, of_inputs.K, of_inputs.V,
+                       batch_map<T>(this->out, this->shape.batch, this->shape.queries,
+                                    this->shape.heads * this->shape.width, 64)};
+                   attention_stay<T, kWidth><<<blocks, Tile::kThreads, kBytes>>>(
+                       all, operands(), scheduler(Tile::kRows, blocks, next));
+                 })
+        .hopper_only()
+        .needs_shared(kBytes);
   }
 };
 
@@ -787,13 +1334,12 @@ void add_table(Lesson& lesson, cublasHandle_t blas, const std::string& type, Att
       table->template add_lesson_kernels<256>();
       break;
     default:
-      lesson.note("The lesson's kernels have widths of 64, 128 and 256.");
+      lesson.note("These kernels have widths of 64, 128 and 256. operators/ has others.");
   }
-  table->add_any_shape();
   Problem& problem = table->problem;
   problem.compare("overlap", "Hopper",
                   name + ": turns, and products beside exponentials: % times as fast.");
-  problem.compare("any shape", "cuDNN", name + ": the last kernel runs at % of cuDNN's rate.");
+  problem.compare("tile scheduler", "cuDNN", name + ": the last kernel runs at % of cuDNN's rate.");
 }
 
 int main(int argc, char** argv) {

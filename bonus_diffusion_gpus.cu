@@ -8,7 +8,7 @@
 // what they tell each other is their sums for the spectrum, 131 kB. So the vertices are split over
 // the GPUs, too. Each adds up its own spectrum, the spectra are added, and everybody goes on:
 //
-//     one GPU          lesson 7's any shape, for what the others are compared with
+//     one GPU          lesson 7's *clusters*, for what the others are compared with
 //     NCCL             the kernel is cut where its blocks meet, and the library adds the spectra
 //     fused exchange   one launch on each GPU, whose blocks write what they have into the memory of
 //                      the other GPUs, and wait there for what comes
@@ -25,18 +25,518 @@
 #include <optional>
 
 #include "checks/diffusion/gpus.cuh"
-#include "operators/diffusion/one_launch.cuh"
+#include "primitives/early_launch.cuh"
+#include "primitives/hopper/pipeline.cuh"
+#include "primitives/launch.h"
+#include "primitives/mma.cuh"
 #include "primitives/peers.cuh"
+#include "primitives/spin.cuh"
 
 using namespace checks;
 using namespace operators::diffusion;
+using namespace primitives;
+
+// ---- The steps of a block -----------------------------------------------------------------------
+
+// Lesson 7's *clusters* once more: what a block does, step by step. It loads, multiplies, adds to
+// the sum of all, meets, damps, multiplies again and stores. Each step is a function, and the
+// kernels below put other things between them. Blocks may also have 64 columns.
+
+constexpr int kMostWidth = 512;
+
+// A block fetches the basis for its cluster in boxes of this many rows.
+constexpr int kMulticastRows = 32;
+
+// A block's threads: the producer's warpgroup, whose warps 1 to 3 are the spare ones, and two of
+// consumers.
+constexpr int kOneLaunchThreads = 384, kSpareThreads = 96, kConsumers = 256;
+
+// The barriers of bar.sync: of either consumer, of the spare warps, and of both consumers.
+constexpr int kConsumerBarrier = 1, kSpareBarrier = 3, kConsumersBarrier = 4;
+
+// What the copy engine moves.
+struct DiffusionMaps {
+  CUtensorMap x, basis, mass, out, spectral;
+
+  explicit DiffusionMaps(const DiffusionOperands& in)
+      : x(tensor_map<__nv_bfloat16>(in.values, in.V, in.W, 64)),
+        basis(tensor_map<__nv_bfloat16>(in.basis, in.V, in.E, kMulticastRows)),
+        mass(tensor_map<__nv_bfloat16>(in.mass, in.V)),
+        out(tensor_map<__nv_bfloat16>(in.result, in.V, in.W, 64)),
+        spectral(tensor_map<__nv_bfloat16>(in.spectrum, in.E, in.W, 64)) {}
+};
+
+// What a kernel is compiled for: a spectrum of up to 128 rows, 64 for each consumer, of which each
+// block of a cluster has kColumns columns, and kStages stages, each for 64 rows of the basis.
+template <int kColumns_, int kStages_>
+struct OneLaunchTile {
+  static constexpr int kEigen = 128, kColumns = kColumns_, kStages = kStages_;
+  static constexpr int kSteps = kEigen / kStepK, kBoxes = kColumns / kBoxCols;
+  // The shares of a block's columns add up in the layout of the registers that hold them: quad
+  // (w kColumns / 8 + j) 32 + l is elements 4 j to 4 j + 3 of lane l for rows 16 w to 16 w + 15.
+  static constexpr int kQuads = kEigen * kColumns / 4;
+};
+
+template <class Tile>
+struct OneLaunchShared {
+  LeftTile<__nv_bfloat16, 64> basis[Tile::kStages][Tile::kSteps];  // 64 rows, all columns
+  union {
+    RightTile<__nv_bfloat16, Tile::kColumns> x[Tile::kStages];  // first product
+    struct {
+      RightTile<__nv_bfloat16, Tile::kColumns> spectrum[Tile::kSteps];
+      Box<__nv_bfloat16, 64> out[2][Tile::kBoxes];  // a tile of each consumer
+      float2 d_times[3][Tile::kColumns / 2];        // of each spare warp's rows
+    } second;
+  };
+  alignas(128) __nv_bfloat16 mass[Tile::kStages][64];
+  StageBarriers<Tile::kStages> pipeline;  // whose stages are basis, x and mass
+  Barrier spare, met;
+};
+
+#if HOPPER_CODE
+// Two neighbouring elements of a row-major matrix; zeros outside of it. cols and col are even.
+__device__ inline float2 pair_at(const __nv_bfloat16* matrix, int rows, int cols, int row,
+                                 int col) {
+  if (row >= rows || col >= cols) return float2{};
+  return __bfloat1622float2(
+      *reinterpret_cast<const __nv_bfloat162*>(matrix + static_cast<size_t>(row) * cols + col));
+}
+
+// A block's work. Its cluster is number `group` of `groups`, and has `tiles` tiles of
+// 64 rows: tile `group` and every groups-th after it, so that clusters read neighbouring rows. The
+// block, one of those of `cluster`, has kColumns columns from cluster.rank kColumns on.
+template <class Tile>
+struct BlockWork : Tile {
+  using Shared = OneLaunchShared<Tile>;
+  static constexpr int kBasisBytes = sizeof(Shared::basis[0]) + sizeof(Shared::mass[0]);
+  static constexpr int kFirstBytes = kBasisBytes + sizeof(Shared::x[0]);
+
+  Shared& shared;
+  const DiffusionMaps& maps;
+  const DiffusionOperands& operands;
+  BlockRow<> cluster;
+  int group = blockIdx.y, groups = gridDim.y;
+  int tiles;
+
+  __device__ __forceinline__ BlockWork(char* bytes, const DiffusionMaps& maps,
+                                       const DiffusionOperands& operands)
+      : shared(*reinterpret_cast<Shared*>(bytes)), maps(maps), operands(operands) {
+    tiles = (static_cast<int>((operands.V + 63) / 64) - group + groups - 1) / groups;
+  }
+  __device__ int row_of(int t) const { return 64 * (group + t * groups); }
+  __device__ int col0() const { return cluster.rank * Tile::kColumns; }
+};
+
+// A sum of all blocks, where it is in memory. damp_spectrum() and store_d_times() call what they
+// get, to take a thread's numbers of the sum: this, or what receives another GPU's sum.
+struct Totals {
+  float4* quads;
+
+  template <int n, typename Place>
+  __device__ __forceinline__ void operator()(float4 (&sums)[n], Place place) const {
+    take(sums, place);
+  }
+
+  // sums[k] = quad number place(k)
+  template <int n, typename Place>
+  __device__ __forceinline__ void take(float4 (&sums)[n], Place place) const {
+#pragma unroll
+    for (int k = 0; k < n; ++k) sums[k] = __ldcg(quads + place(k));
+  }
+};
+
+// Where the blocks of a rank have put their sum, and how many of them have come.
+//
+// What the blocks share in memory is zero before the first launch; a launch leaves it ready for
+// the next one with the same template arguments and W, whatever V and the grid are. One launch at
+// a time: two streams need one of each. arrivals (blocks of a cluster): for each rank, in the
+// lower half how many have come, in the upper half how many launches there were. all_totals (2,
+// blocks, kEigen, kColumns): launches use the two sums in turn, and zero the other one.
+template <typename Work>
+struct Meeting {
+  unsigned* arrivals;
+  unsigned start, groups;
+  float4 *totals, *next_totals;
+
+  // A block reads this before it arrives, and the number changes when the last one has arrived: all
+  // blocks of a launch read the same.
+  __device__ __forceinline__ Meeting(const Work& work, unsigned* all_arrivals, float4* all_totals)
+      : arrivals(all_arrivals + work.cluster.rank), groups(work.groups) {
+    start = GridCount(*arrivals).load(cuda::memory_order_relaxed) & 0xffff0000;
+    const int turn = start >> 16 & 1;
+    totals = all_totals + (turn * work.cluster.blocks + work.cluster.rank) * Work::kQuads;
+    next_totals =
+        all_totals + ((turn ^ 1) * work.cluster.blocks + work.cluster.rank) * Work::kQuads;
+  }
+  __device__ bool all_have_arrived() const {
+    return GridCount(*arrivals).load(cuda::memory_order_acquire) - start >= groups;
+  }
+};
+
+// What the L2 cache does with tile t of the basis in the first product. The second one takes the
+// tiles from the last one back. The last kStages are in shared memory until then; of those before
+// them the cache shall keep the last kCachedBytes of all clusters, and not what comes earlier.
+constexpr int kCachedBytes = 32 << 20;
+template <typename Work>
+__device__ __forceinline__ uint64_t basis_policy(const Work& work, int t) {
+  const int behind = work.tiles - Work::kStages - t;
+  const int tile_bytes = 128 * work.operands.E;
+  const int cached = kCachedBytes / tile_bytes / static_cast<int>(gridDim.y);
+  if (work.tiles <= Work::kStages) return evict_normal();
+  return behind > 0 && behind <= cached ? evict_last() : evict_first();
+}
+
+// A thread prepares what the block waits at. Both consumers of all blocks give a stage back.
+template <typename Work>
+__device__ __forceinline__ void prepare_barriers(const Work& work) {
+  barrier_init(&work.shared.spare, kSpareThreads);
+  barrier_init(&work.shared.met, 1);
+  prepare(work.shared.pipeline, 2 * work.cluster.blocks);
+}
+
+// Starts the copies of a tile of x to a stage. x is not needed again, the basis is.
+template <typename Work>
+__device__ __forceinline__ void load_x(const Work& work, int t, int stage, Barrier* arrived) {
+  for (int box = 0; box < Work::kBoxes; ++box) {
+    load_box<false>(&work.shared.x[stage].boxes[box], &work.maps.x, 0, work.row_of(t),
+                    work.col0() + kBoxCols * box, arrived, evict_first());
+  }
+}
+
+// 64 rows of the basis with their masses: this block's boxes, for the whole cluster.
+template <typename Work>
+__device__ __forceinline__ void load_basis(const Work& work, int t, int stage, Barrier* arrived,
+                                           uint64_t policy) {
+  auto& shared = work.shared;
+  const int row = work.row_of(t);
+  tensor_load(shared.mass[stage], &work.maps.mass, row, arrived);
+  for (int box = work.cluster.rank; box < Work::kSteps * 64 / kMulticastRows;
+       box += work.cluster.blocks) {
+    const int step = box * kMulticastRows / 64, within = box * kMulticastRows % 64;
+    multicast_box<false>(shared.basis[stage][step].row(within), &work.maps.basis, 0, row + within,
+                         kStepK * step, arrived, work.cluster.all(), policy);
+  }
+}
+
+// Before the cluster has met: all bytes of the first tile are announced, and its x is loaded,
+// which no other block gets.
+template <typename Work>
+__device__ __forceinline__ void put_first_x(const Work& work) {
+  put_first(work.shared.pipeline, Work::kFirstBytes,
+            [&](int stage, Barrier* arrived) { load_x(work, 0, stage, arrived); });
+}
+
+// The producer's thread loads the tiles of the first product, after put_first_x().
+template <typename Work, class Writer>
+__device__ __forceinline__ void load_forth(const Work& work, Writer& writer) {
+  writer.announced = true;
+  for (int t = 0; t < work.tiles; ++t) {
+    writer.put(Work::kFirstBytes, [&](int stage, Barrier* arrived) {
+      if (t > 0) load_x(work, t, stage, arrived);
+      load_basis(work, t, stage, arrived, basis_policy(work, t));
+    });
+  }
+}
+
+// And then those of the second product, in reverse, without the last `kept`, which are still
+// there.
+template <typename Work, class Writer>
+__device__ __forceinline__ void load_back(const Work& work, Writer writer, int kept) {
+  for (int t = work.tiles - 1 - kept; t >= 0; --t) {
+    writer.put(Work::kBasisBytes, [&](int stage, Barrier* arrived) {
+      load_basis(work, t, stage, arrived, evict_first());
+    });
+  }
+}
+
+// ---- The spare warps ----------------------------------------------------------------------------
+
+// Calls visit(i) for the quads of a rank's sum that are this thread's, of all spare ones.
+template <typename Work, typename Visit>
+__device__ __forceinline__ void visit_quads(const Work& work, Visit visit) {
+  const int thread = kSpareThreads * work.group + static_cast<int>(threadIdx.x) - 32;
+  for (int i = thread; i < Work::kQuads; i += kSpareThreads * work.groups) visit(i);
+}
+
+template <typename Work>
+__device__ __forceinline__ void zero_totals(const Work& work, float4* totals) {
+  visit_quads(work, [&](int i) { totals[i] = float4{}; });
+}
+
+// Backward: what a spare warp has of 8 columns of a rank, from column 8 j on, whose rows the three
+// warps of a block share: every third quad. Of each the lane has two columns, and a row and the
+// one 8 below it.
+template <typename Work>
+struct SpareColumns {
+  static constexpr int kMine = (Work::kEigen / 16 + 2) / 3;
+  const Work& work;
+  int j, warp = threadIdx.x / 32 - 1, lane = threadIdx.x % 32;
+
+  __device__ int col() const { return work.col0() + 8 * j + 2 * (lane % 4); }
+  __device__ int row(int k) const { return 16 * (warp + 3 * k) + lane / 4; }
+  // Whether there is a quad k: not all three have as many. In its place they read another one.
+  __device__ bool has(int k) const { return warp + 3 * k < Work::kEigen / 16; }
+  __device__ int quad(int k) const {
+    return ((has(k) ? warp + 3 * k : 0) * Work::kColumns / 8 + j) * 32 + lane;
+  }
+  // These elements of a matrix (E, W); zeros outside of it.
+  __device__ void load(float4 (&quads)[kMine], const __nv_bfloat16* matrix) const {
+    const DiffusionOperands& in = work.operands;
+#pragma unroll
+    for (int k = 0; k < kMine; ++k) {
+      const float2 upper = pair_at(matrix, in.E, in.W, row(k), col());
+      const float2 lower = pair_at(matrix, in.E, in.W, row(k) + 8, col());
+      quads[k] = make_float4(upper.x, upper.y, lower.x, lower.y);
+    }
+  }
+};
+
+// Backward: adds dSpectral to the sum of all.
+template <typename Work>
+__device__ __forceinline__ void add_d_spectral(const Work& work, float4* totals) {
+  using Columns = SpareColumns<Work>;
+#pragma unroll 1
+  for (int j = work.group; j < Work::kColumns / 8; j += work.groups) {
+    const Columns mine{work, j};
+    float4 quads[Columns::kMine];
+    mine.load(quads, work.operands.d_spectral);
+#pragma unroll
+    for (int k = 0; k < Columns::kMine; ++k) {
+      if (mine.has(k)) atomicAdd(totals + mine.quad(k), quads[k]);
+    }
+  }
+}
+
+// Backward: dTimes, when all have added. What does not depend on the sum of all is loaded before.
+// take(sums, quad)... loads that sum, in one term or, as dTimes is linear in it, in several, with
+// fewer registers.
+template <typename Work, typename... Take>
+__device__ __forceinline__ void store_d_times(const Work& work, const Take&... take) {
+  using Columns = SpareColumns<Work>;
+  const DiffusionOperands& in = work.operands;
+#pragma unroll 1
+  for (int j = work.group; j < Work::kColumns / 8; j += work.groups) {
+    const Columns mine{work, j};
+    float4 factors[Columns::kMine];
+    mine.load(factors, in.spectral);
+#pragma unroll
+    for (int k = 0; k < Columns::kMine; ++k) {
+      const int row = mine.row(k);
+      const float upper = row < in.E ? __bfloat162float(in.evalues[row]) : 0;
+      const float lower = row + 8 < in.E ? __bfloat162float(in.evalues[row + 8]) : 0;
+      factors[k] = make_float4(upper * factors[k].x, upper * factors[k].y, lower * factors[k].z,
+                               lower * factors[k].w);
+    }
+    barrier_wait(&work.shared.met, 0);
+    float2 sum = {};
+    const auto add_term = [&](const auto& take_term) {
+      float4 sums[Columns::kMine];
+      take_term(sums, [&](int k) { return mine.quad(k); });
+      float2 term = {};
+#pragma unroll
+      for (int k = 0; k < Columns::kMine; ++k) {
+        term.x -= factors[k].x * sums[k].x + factors[k].z * sums[k].z;
+        term.y -= factors[k].y * sums[k].y + factors[k].w * sums[k].w;
+      }
+      sum.x += term.x;
+      sum.y += term.y;
+    };
+    (add_term(take), ...);
+#pragma unroll
+    for (int lanes = 4; lanes < 32; lanes *= 2) {
+      sum.x += __shfl_xor_sync(~0u, sum.x, lanes);
+      sum.y += __shfl_xor_sync(~0u, sum.y, lanes);
+    }
+    auto& rows = work.shared.second.d_times;
+    const int pair = 4 * j + mine.lane;
+    if (mine.lane < 4) rows[mine.warp][pair] = sum;
+    named_barrier(kSpareBarrier, kSpareThreads);
+    if (mine.warp == 0 && mine.lane < 4 && mine.col() < in.W) {
+      const float2 all = {rows[0][pair].x + rows[1][pair].x + rows[2][pair].x,
+                          rows[0][pair].y + rows[1][pair].y + rows[2][pair].y};
+      *reinterpret_cast<uint32_t*>(in.d_times + mine.col()) = pack2<__nv_bfloat16>(all.x, all.y);
+    }
+  }
+}
+
+// ---- The consumers ------------------------------------------------------------------------------
+
+// What a thread of a consumer holds of its 64 rows of the spectrum: its share, and
+// exp(-evalue time) of the same elements.
+template <typename Work>
+struct SpectrumShare {
+  Sum<Work::kColumns> sum;
+  float factors[Work::kColumns / 2];
+};
+
+__device__ inline int consumer() { return static_cast<int>(threadIdx.x) / 128 - 1; }
+
+template <typename Work>
+__device__ __forceinline__ void damping_factors(const Work& work, SpectrumShare<Work>& share) {
+  const DiffusionOperands& in = work.operands;
+  const int row0 = 64 * consumer() + share.sum.row(0);
+  const float upper = row0 < in.E ? __bfloat162float(in.evalues[row0]) : 0;
+  const float lower = row0 + 8 < in.E ? __bfloat162float(in.evalues[row0 + 8]) : 0;
+#pragma unroll
+  for (int j = 0; j < Work::kColumns / 8; ++j) {
+    const float2 times = pair_at(in.times, 1, in.W, 0, work.col0() + share.sum.col(4 * j));
+    share.factors[4 * j] = damping(upper, times.x);
+    share.factors[4 * j + 1] = damping(upper, times.y);
+    share.factors[4 * j + 2] = damping(lower, times.x);
+    share.factors[4 * j + 3] = damping(lower, times.y);
+  }
+}
+
+// First product: this block's share of basis^T (mass x). The left factor is the basis, transposed,
+// and forward multiplied by the masses. The last stages are kept for the second product.
+template <Pass kPass, typename Work, class Reader>
+__device__ __forceinline__ void project(const Work& work, SpectrumShare<Work>& share,
+                                        Reader& reader) {
+  for (int t = 0; t < work.tiles; ++t, reader.next()) {
+    const int stage = reader.wait();
+    auto left = work.shared.basis[stage][consumer()].load_transposed_fragments();
+    if constexpr (kPass == Pass::forward) {
+#pragma unroll
+      for (int i = 0; i < 4 * kSlices; ++i) {
+        unsigned& pair = left.slices[i / 4][i % 4];
+        const __nv_bfloat16* const masses = work.shared.mass[stage] + left.k(i / 4, i % 4);
+        pair = multiply2(pair, *reinterpret_cast<const unsigned*>(masses));
+      }
+    }
+    share.sum.start_product(left, work.shared.x[stage], t > 0);
+    wgmma_wait<0>();
+    if (t + Work::kStages < work.tiles) reader.give_back();
+  }
+}
+
+// The number of the quad of the thread's elements 4 j to 4 j + 3.
+template <typename Work>
+__device__ __forceinline__ int quad_of(int j) {
+  const int warp = threadIdx.x % 128 / 32, lane = threadIdx.x % 32;
+  return ((4 * consumer() + warp) * Work::kColumns / 8 + j) * 32 + lane;
+}
+
+// Adds the share to the sum of all.
+template <typename Work>
+__device__ __forceinline__ void add_to_totals(const SpectrumShare<Work>& share, float4* totals) {
+#pragma unroll
+  for (int j = 0; j < Work::kColumns / 8; ++j) {
+    const float* four = share.sum.elements + 4 * j;
+    atomicAdd(totals + quad_of<Work>(j), make_float4(four[0], four[1], four[2], four[3]));
+  }
+}
+
+// The consumers arrive, and wait until those of all blocks have added. Backward the block arrives
+// when its spare warps have added, too.
+template <Pass kPass, typename Work>
+__device__ __forceinline__ void meet(const Work& work, const Meeting<Work>& meeting) {
+  named_barrier(kConsumersBarrier, kConsumers);
+  if (threadIdx.x == 128) {
+    if constexpr (kPass == Pass::backward) barrier_wait(&work.shared.spare, 0);
+    const GridCount arrivals(*meeting.arrivals);
+    const unsigned before = arrivals.fetch_add(1, cuda::memory_order_acq_rel) - meeting.start;
+    if (before + 1 == meeting.groups) {
+      // The last one: on to the next launch's number.
+      arrivals.fetch_add(0x10000 - meeting.groups, cuda::memory_order_relaxed);
+    } else {
+      const Spin spin("the other blocks' shares of the spectrum");
+      while (!meeting.all_have_arrived()) spin.again();
+    }
+    if constexpr (kPass == Pass::backward) barrier_arrive(&work.shared.met);
+  }
+  named_barrier(kConsumersBarrier, kConsumers);
+}
+
+// The spectrum, from the sum of all, is damped and becomes the right factor of the second product,
+// in shared memory; forward the first group stores it, too.
+template <Pass kPass, typename Work, typename Sums>
+__device__ __forceinline__ void damp_spectrum(const Work& work, SpectrumShare<Work>& share,
+                                              const Sums& totals) {
+  auto& shared = work.shared;
+  constexpr int kQuads = Work::kColumns / 8;
+  float4 sums[kQuads];
+  totals.take(sums, [&](int j) { return quad_of<Work>(j); });
+#pragma unroll
+  for (int j = 0; j < kQuads; ++j) {
+    float* four = share.sum.elements + 4 * j;
+    const float* factor = share.factors + 4 * j;
+    four[0] = factor[0] * sums[j].x;
+    four[1] = factor[1] * sums[j].y;
+    four[2] = factor[2] * sums[j].z;
+    four[3] = factor[3] * sums[j].w;
+  }
+#pragma unroll
+  for (int box = 0; box < Work::kBoxes; ++box) {
+    share.sum.store(shared.second.spectrum[consumer()].boxes[box], kBoxCols * box,
+                    [&](int i) { return share.sum.elements[i]; });
+  }
+  shared_fence();
+  named_barrier(kConsumersBarrier, kConsumers);
+  if (kPass == Pass::forward && work.group == 0 && threadIdx.x == 128) {
+    for (int step = 0; step < Work::kSteps; ++step) {
+      for (int box = 0; box < Work::kBoxes; ++box) {
+        store_box<false>(&work.maps.spectral, 0, kStepK * step, work.col0() + kBoxCols * box,
+                         &shared.second.spectrum[step].boxes[box], evict_normal());
+      }
+    }
+    tensor_store_commit();
+  }
+}
+
+// Second product, over the same tiles in reverse. A consumer takes every other stage, always the
+// even ones or always the odd ones, so that it sees all rounds of its own stages.
+template <Pass kPass, typename Work, class Reader>
+__device__ __forceinline__ void expand(const Work& work, Reader reader) {
+  auto& shared = work.shared;
+  const int thread = threadIdx.x % 128;
+  Sum<Work::kColumns> sum;
+  for (int t = work.tiles - 1; t >= 0; --t, reader.next()) {
+    if (reader.ring.stage % 2 != consumer()) continue;
+    const int stage = reader.wait();
+    float above = 1, below = 1;
+    if constexpr (kPass == Pass::backward) {
+      above = __bfloat162float(shared.mass[stage][sum.row(0)]);
+      below = __bfloat162float(shared.mass[stage][sum.row(2)]);
+    }
+#pragma unroll
+    for (int step = 0; step < Work::kSteps; ++step) {
+      sum.start_product(shared.basis[stage][step].rows(0), shared.second.spectrum[step], step > 0);
+    }
+    wgmma_wait<0>();
+    if (thread == 0) tensor_store_wait_read<0>();
+    named_barrier(kConsumerBarrier + consumer(), 128);  // the masses have been read, too
+    // Only this consumer has read the stage. But two arrivals give one back, so both are made here.
+    if (t >= Work::kStages) {
+      reader.give_back();
+      reader.give_back();
+    }
+#pragma unroll
+    for (int box = 0; box < Work::kBoxes; ++box) {
+      sum.store(shared.second.out[consumer()][box], kBoxCols * box,
+                [&](int i) { return (i / 2 % 2 ? below : above) * sum.elements[i]; });
+    }
+    shared_fence();
+    named_barrier(kConsumerBarrier + consumer(), 128);
+    if (thread == 0) {
+      // The result shall not drive the basis out of the cache while the basis is still read.
+      const uint64_t policy = t >= Work::kStages ? evict_first() : evict_normal();
+      for (int box = 0; box < Work::kBoxes; ++box) {
+        store_box<false>(&work.maps.out, 0, work.row_of(t), work.col0() + kBoxCols * box,
+                         &shared.second.out[consumer()][box], policy);
+      }
+      tensor_store_commit();
+    }
+  }
+  if (thread == 0) tensor_store_wait_read<0>();
+}
+#endif  // HOPPER_CODE
 
 // ---- What a row launches ------------------------------------------------------------------------
 
-/// Which kernels, by a GPU's number of vertices, as in operators/diffusion/fused.cuh. Few of them:
-/// narrow blocks.
-using Narrow = OneLaunchTile<128, 64, 9>;
-using Wide = OneLaunchTile<128, 128, 6>;
+/// Which kernels, by a GPU's number of vertices. Few of them: narrow blocks, so that tiles of 64
+/// vertices keep more multiprocessors busy.
+using Narrow = OneLaunchTile<64, 9>;
+using Wide = OneLaunchTile<128, 6>;
 inline bool is_narrow(int64_t rows, int64_t W) { return rows <= 32768 || W <= 64; }
 
 /// The clusters of a kernel on each GPU.
@@ -224,7 +724,7 @@ __device__ __forceinline__ void empty_inbox(const GpuMeeting<Work>& meeting) {
 }
 #endif
 
-// The kernel of lesson 7's *any shape*; on several GPUs their sums meet when the blocks of each
+// The kernel of lesson 7's *clusters*; on several GPUs their sums meet when the blocks of each
 // have met. The first GPU alone adds dSpectral. Every GPU computes the whole spectrum and dTimes,
 // of all vertices. Up to 14 registers spill in the code that waits for another GPU.
 template <Pass kPass, class Tile, bool kSeveralGpus>
@@ -370,7 +870,7 @@ struct Settings {
   bool silent;        // the last GPU is not launched
 };
 
-// Lesson 7's any shape on one GPU; on several the fused exchange, whose inboxes `make` allocates.
+// Lesson 7's *clusters* on one GPU; on several the fused exchange, whose inboxes `make` allocates.
 template <Pass kPass, class Tile, bool kSeveralGpus>
 void add_diffusion(Mesh& mesh, const std::string& name, MakeInboxes make, Settings settings) {
   constexpr auto kernel = diffusion<kPass, Tile, kSeveralGpus>;

@@ -17,6 +17,7 @@ sys.path[:0] = [str(ROOT / folder) for folder in ("site_scons", "tests/lessons",
 LESSONS = sorted(path.stem for path in ROOT.glob("*.cu"))
 SOLVED = sorted(path.stem for path in (ROOT / "exercises").glob("*.cu"))  # exercises that are programs
 PROGRAMS = LESSONS + SOLVED
+OPERATORS = sorted(f"operators_{path.stem}" for path in (ROOT / "operators" / "bench").glob("*.cu"))
 SCHEMA = json.loads((ROOT / "tests" / "schema.json").read_text())
 CPU_BUILD = ROOT / os.environ.get("CPU_BUILD_DIR", "build/cpu")
 CUDA_BUILD = ROOT / "build" / "cuda"
@@ -97,7 +98,9 @@ def hopper_program(name):
 
 
 def source_of(name):
-    """The text of a lesson, or of solved exercises."""
+    """The text of a lesson, of solved exercises, or of an operator's benchmark."""
+    if name in OPERATORS:
+        return (ROOT / "operators" / "bench" / f"{name.removeprefix('operators_')}.cu").read_text()
     return (ROOT / ("exercises" if name in SOLVED else "") / f"{name}.cu").read_text()
 
 

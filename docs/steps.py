@@ -20,6 +20,7 @@ LADDERS = {
     "1_matmul_basic": ["matmul_uncoalesced", "matmul_coalesced"],
     "2_matmul_sharedmem": [
         "matmul_tile", "matmul_registers", "matmul_vectors", "matmul_async", "matmul_lean", "matmul_ahead",
+        "matmul_stream_k",
     ],
     "3_matmul_tensorcore": [
         "matmul_wmma_global", "matmul_wmma_shared", "matmul_ldmatrix", "matmul_stages", "matmul_lean",
@@ -28,14 +29,16 @@ LADDERS = {
     ],
     "6_gating_fused": [
         "gating_simple", "gating_tensor_cores", "gating_async", "gating_resident",
-        "gating_hopper_resident",
+        "gating_hopper_resident", "gating_hopper_cluster",
     ],
-    "7_diffusion_fused": ["project_slices", "add_slices", "expand_spectrum", "diffusion_one_launch"],
+    "7_diffusion_fused": ["project_slices", "add_slices", "expand_spectrum", "diffusion_one_launch",
+                          "diffusion_clusters"],
     "8_spatial_gradients": ["gradient_features", "associated_features"],
     "9_matmul_softmax": ["fused_rows", "fused_tiles", "fused_cluster", "logit_tiles", "fused_exchange"],
     "10_clifford_gp": ["fused_product", "forward_one_launch", "forward_on_chip"],
     "bonus_attention": [
         "attention_rows", "attention_mma", "attention_hopper", "attention_ping_pong", "attention_overlap",
+        "attention_stay",
     ],
     "bonus_clifford_fully_connected": ["forward_tiles"],
     "bonus_diffusion_gpus": ["diffusion", "sum_vertices", "expand_sums"],

@@ -18,7 +18,10 @@ from cu2cpp import with_headers  # noqa: E402
 
 
 def source_of(lesson):
-    """The file of a program, as seen from the root: solved exercises stand beside the others."""
+    """The file of a program, as seen from the root: solved exercises stand beside the others, and the benchmarks
+    of operators in their room."""
+    if lesson.startswith("operators_"):
+        return f"operators/bench/{lesson.removeprefix('operators_')}.cu"
     solved = f"exercises/{lesson}.cu"
     return solved if (ROOT / solved).exists() else f"{lesson}.cu"
 
@@ -162,12 +165,11 @@ TENSOR_CORES = "3_matmul_tensorcore"
 CLIFFORD = "10_clifford_gp"
 ATTENTION = "bonus_attention"
 
-# What an exercise can do without: other algebras than 3,0,0, and other widths than 64 and the operator, take
-# minutes to compile. The lines stay in the reader's file; the compiler does not see them.
+# What an exercise can do without: other algebras than 3,0,0, and other widths than 64, take minutes to
+# compile. The lines stay in the reader's file; the compiler does not see them.
 LEAVE_OUT = {
     CLIFFORD: re.compile(r"^  if \(lesson\.choice\(\"--algebra\"\) == .*$", re.MULTILINE),
-    ATTENTION: re.compile(r"^ +table->(?:template add_lesson_kernels<(?:128|256)>|add_any_shape)\(\);$",
-                          re.MULTILINE),
+    ATTENTION: re.compile(r"^ +table->template add_lesson_kernels<(?:128|256)>\(\);$", re.MULTILINE),
 }
 
 

@@ -91,7 +91,8 @@ FUSED = {
 }
 # Lessons of which all problems are drawn over a size that is not the first of their dims: its name, what
 # other dims are in the figure, and which kernels.
-OVER = {"bonus_attention": ("S", {"d": 128}, ("library", "cuDNN", "mma.sync", "Hopper", "ping-pong", "any shape"))}
+OVER = {"bonus_attention": ("S", {"d": 128}, ("library", "cuDNN", "mma.sync", "Hopper", "ping-pong", "any shape",
+                                               "tile scheduler"))}
 # What a figure is about, by its lesson: what stands before the device's name.
 TITLES = {
     "3_matmul_tensorcore": "N x N product in fp16, lesson 3",

@@ -2,11 +2,12 @@
 
     results/record.py [--bin FOLDER] [--out FOLDER] [LESSON[:RUN] ...]
 
-A lesson is recorded at its default N and at those of SIZES (RUN is the N), with the arguments of
-DEFAULTS, and with the arguments of VARIANTS (RUN is their name), for up to SECONDS a run, so that
-most kernels have 50 samples. The runs of SHAPES are one record (RUN is "shapes"), of the kernels
-that matter at any shape; it is written anew after each of them. A lesson that fails is not
-recorded, and the exit code says so: 1; or 2 if nothing could be run.
+The benchmarks of operators (operators_NAME) are recorded likewise. A lesson is recorded at its
+default N and at those of SIZES (RUN is the N), with the arguments of DEFAULTS, and with the
+arguments of VARIANTS (RUN is their name), for up to SECONDS a run, so that most kernels have 50
+samples. The runs of SHAPES are one record (RUN is "shapes"), which is written anew after each of
+them. A lesson that fails is not recorded, and the exit code says so: 1; or 2 if nothing could be
+run.
 """
 import argparse
 import json
@@ -27,9 +28,13 @@ SIZES = {
     "8_spatial_gradients": [16384, 1048576],
     "bonus_attention": [512, 1024, 2048, 8192, 16384],
     "bonus_diffusion_gpus": [1024, 16384, 131072, 4194304],
+    "operators_product": [1024, 2048, 3000, 4097, 8192],
+    "operators_diffusion": [1024, 4096, 16384, 1048576],
+    "operators_gradients": [16384, 1048576],
+    "operators_attention": [512, 1024, 2048, 8192, 16384],
 }
 # The record has all tables, not one screen of them.
-DEFAULTS = {"9_matmul_softmax": ["--all"], "bonus_diffusion_gpus": ["--part"]}
+DEFAULTS = {"9_matmul_softmax": ["--all"], "operators_softmax": ["--all"], "bonus_diffusion_gpus": ["--part"]}
 SECONDS = 60
 SHAPE_SECONDS = 15
 VARIANTS = {
@@ -62,15 +67,22 @@ VARIANTS = {
         "sweep-3,0,0": ["--sweep", "--algebra", "3,0,0"],
     },
 }
-# The arguments of each run, and which kernels.
+# The benchmark of an operator has the runs of its lesson.
+VARIANTS |= {
+    "operators_diffusion": VARIANTS["7_diffusion_fused"],
+    "operators_gradients": VARIANTS["8_spatial_gradients"],
+    "operators_softmax": VARIANTS["9_matmul_softmax"],
+    "operators_clifford": VARIANTS["10_clifford_gp"],
+    "operators_clifford_connected": VARIANTS["bonus_clifford_fully_connected"],
+    "operators_attention": VARIANTS["bonus_attention"],
+}
+# The arguments of each run.
 SHAPES = {
-    "3_matmul_tensorcore": (
-        [[str(n)] for n in (512, 1000, 1024, 1280, 1536, 2047, 2048, 3000, 3072, 4096, 4097, 4104,
-                            5000, 6144, 8192, 10007, 12288, 16384)],
-        "cuBLAS|any shape",
-    ),
-    "9_matmul_softmax": (
-        [[str(B), "--inputs", str(D), "--classes", str(C)] for B, D, C in (
+    "operators_product": [
+        [str(n), "--type", "fp16"] for n in (512, 1000, 1024, 1280, 1536, 2047, 2048, 3000, 3072, 4096, 4097, 4104,
+                                             5000, 6144, 8192, 10007, 12288, 16384)],
+    "operators_softmax": [
+        [str(B), "--inputs", str(D), "--classes", str(C)] for B, D, C in (
             (1, 1024, 1000), (1, 1999, 2500), (1, 832, 22816), (1, 4096, 50256), (1, 4096, 50257),
             (3, 3217, 473), (8, 1024, 1000), (8, 4096, 50257), (16, 777, 333), (30, 3000, 3000),
             (64, 128, 10), (64, 512, 1000), (64, 2048, 50257), (68, 3844, 7664), (100, 4096, 4096),
@@ -80,8 +92,6 @@ SHAPES = {
             (4096, 333, 77), (4096, 1024, 1000), (4096, 1025, 1001), (4096, 2047, 10), (8192, 64, 1000),
             (8192, 4096, 8192), (10000, 777, 333), (16384, 64, 10), (16384, 129, 77), (16384, 1024, 1000),
             (16384, 4096, 50257))],
-        "^library|^(un)?fused any shape",
-    ),
 }
 
 
@@ -233,10 +243,9 @@ def record(program, run, arguments, out):
 
 def record_shapes(program, out):
     """The runs of SHAPES as one: the first, with the problems of all."""
-    shapes, kernels = SHAPES[program.name]
     whole, problems = None, []
-    for shape in shapes:
-        text = measure(program, [*shape, "--kernel", kernels], SHAPE_SECONDS)
+    for shape in SHAPES[program.name]:
+        text = measure(program, shape, SHAPE_SECONDS)
         if not text:
             return False
         whole = whole or json.loads(text)
@@ -255,6 +264,7 @@ def main():
         path.stem for pattern in ("[0-9]*.cu", "bonus*.cu", "exercises/[0-9]*.cu")
         for path in ROOT.glob(pattern)
     )
+    names += sorted(f"operators_{path.stem}" for path in ROOT.glob("operators/bench/*.cu"))
     lessons = {name: dict(runs_of(name)) for name in names}
     for name in SHAPES:
         lessons[name]["shapes"] = None  # record_shapes() has their arguments

@@ -2,14 +2,14 @@
 
 The mistakes are not listed here but derived from a lesson's source: each call of a word of
 primitives/hopper/ that makes somebody wait, or lets somebody go on, is one, also in the lesson's own
-helper functions and lambdas. So it is with the product that lessons share, in operators/product/, whose words
-hopper_product.cu uses. SConstruct compiles a program with all of them once for the plain CPU build
+helper functions and lambdas. So it is with operators, in their benchmarks (operators/bench/), and with the product
+that operators share, in operators/product/, whose words hopper_product.cu uses. SConstruct compiles a program with all of them once for the plain CPU build
 and once for ThreadSanitizer, with those of mutants.py; MISTAKE in the environment says which one the
 program makes.
 
     hopper_mutants.py PROGRAM [NUMBER...]   runs a program's mistakes, all or some, and says what finds each
 
-where PROGRAM is a lesson or hopper_product.
+where PROGRAM is a lesson, operators_NAME or hopper_product.
 """
 
 import argparse
@@ -27,17 +27,16 @@ sys.path.insert(0, str(ROOT / "cpu"))
 from cu2cpp import _NOT_CODE, _blank, _closing  # noqa: E402
 
 PRODUCT = "hopper_product"
-# It has the steps of lesson 7's any shape, too, which are in a header.
 GPUS = "bonus_diffusion_gpus"
 CONNECTED = "bonus_clifford_fully_connected"
 ATTENTION = "bonus_attention"
 SHARED = ("primitives/hopper/tiles.cuh", "primitives/hopper/block_grid.cuh", "primitives/hopper/pipeline.cuh")
 # Whose runs come to a struct or function of these. All others are judged with hopper_product.
 REACHED_BY = {
-    "Maker": "8_spatial_gradients", "BlockRow": "8_spatial_gradients",
-    "wait_for_oldest": "8_spatial_gradients", "give_back": "8_spatial_gradients",
-    "next": "8_spatial_gradients", "start_products": GPUS,
-    "wait_for": "9_matmul_softmax", "done_with": "9_matmul_softmax",
+    "Maker": "operators_gradients", "BlockRow": "operators_gradients",
+    "wait_for_oldest": "operators_gradients", "give_back": "operators_gradients",
+    "next": "operators_gradients", "start_products": "operators_diffusion",
+    "wait_for": "operators_softmax", "done_with": "operators_softmax",
 }
 KERNEL = "operators/product/product.cuh"  # judged with hopper_product
 # What is put in the place of the program's #include of it, and has the mistakes.
@@ -45,8 +44,9 @@ HEADERS = {
     PRODUCT: (*SHARED, KERNEL, "operators/product/plan.cuh", "operators/product/sliced.cuh",
               "operators/product/tf32.cuh", "operators/softmax/transposed_product.cuh",
               "operators/product/tf32_product.cuh"),
-    "6_gating_fused": ("operators/gating/rows.cuh", "operators/gating/resident.cuh", "operators/gating/layer.cuh"),
-    GPUS: (*SHARED, "operators/diffusion/one_launch.cuh", "checks/diffusion/gpus.cuh"),
+    "operators_gating": ("operators/gating/rows.cuh", "operators/gating/resident.cuh", "operators/gating/layer.cuh"),
+    "operators_diffusion": (*SHARED, "operators/diffusion/fused.cuh", "operators/diffusion/one_launch.cuh"),
+    GPUS: ("checks/diffusion/gpus.cuh",),
     "8_spatial_gradients": (*SHARED, "operators/gradients/features.cuh", "operators/gradients/forward.cuh",
                             "operators/gradients/backward.cuh", "operators/gradients/tiles.cuh"),
     "9_matmul_softmax": (*SHARED, KERNEL, "operators/softmax/softmax_product.cuh", "operators/softmax/cluster.cuh",
@@ -57,11 +57,18 @@ HEADERS = {
                 "operators/clifford_connected/tasks.cuh", "operators/clifford_connected/layer.cuh"),
     "10_clifford_gp": ("operators/clifford/row_exchange.cuh", "operators/clifford/streamed.cuh",
                        "operators/clifford/layer.cuh"),
-    ATTENTION: ("operators/attention/hopper.cuh", "operators/attention/layer.cuh"),
+    "operators_attention": ("operators/attention/hopper.cuh", "operators/attention/layer.cuh"),
 }
+# What these lessons have of operators until they have kernels of their own.
+HEADERS.update({
+    "operators_gradients": HEADERS["8_spatial_gradients"], "operators_softmax": HEADERS["9_matmul_softmax"],
+    "operators_clifford": HEADERS["10_clifford_gp"], "operators_clifford_connected": HEADERS[CONNECTED],
+})
+OPERATORS = tuple(f"operators_{name}" for name in (
+    "gating", "diffusion", "gradients", "softmax", "clifford", "clifford_connected", "attention"))
 LESSONS = ("3_matmul_tensorcore", "6_gating_fused", "7_diffusion_fused", "8_spatial_gradients", "9_matmul_softmax",
            "10_clifford_gp", GPUS, CONNECTED, ATTENTION)
-PROGRAMS = (*LESSONS, PRODUCT)
+PROGRAMS = (*LESSONS, *OPERATORS, PRODUCT)
 # What is found in no list of words: file -> (where, with the piece in parentheses; the mistake).
 # Numbers before they have come; a GPU's own sum or piece that is not added, or nothing that is sent; a
 # gradient that each GPU adds. In lesson 9 the end of another row, which is not blanked.
@@ -104,6 +111,11 @@ OTHERS = {
         (r"place\.sums\[(\(launches \+ 1\) % 2)\]", "launches % 2"),
         (r"total = place\.sums\[(launches % 2)\]", "0"),
         (r"tiles - 1 - (kStages)", "0"),
+        # The same of *clusters*; and x of the first tile, loaded twice.
+        (r"if \((t \+ kClusterStages < work\.tiles)\) reader", "true"),
+        (r"if \((t >= kClusterStages)\) \{", "false"),
+        (r"if \((t > 0)\) load_x", "true"),
+        (r"work\.tiles - 1 - (kept)", "0"),
         # An arrival that is not counted, or before what was added; a look that does not see what was.
         (r"arrivals\.fetch_add\((1),", "0"),
         (r"fetch_add\(1, (cuda::memory_order_release)\)", "cuda::memory_order_relaxed"),
@@ -120,11 +132,22 @@ OTHERS = {
         (r"if \((last)\) end\(own\)", "true"),
     ],
     # The other of two stages is given back, which is still read or is to come.
+    # And of the tile scheduler what is said above of operators/attention.
     ATTENTION: [
         (r"give_back\((V)\)", "reader.ring.stage"),
         (r"give_back\((K)\)", "reader.ring.stage"),
+        (r"multiply_again\(again, own\.stage, (k)\)", "(k + 1) % Tile::kStages"),
+        (r"if \((!right)\) Block::scale_rows", "false"),
+        (r"Block::to_factor\(probs, logits\);\s+\}\s+\}[\s\S]*?(give_back\(v\))", "static_cast<void>(0)"),
+        (r"(EachWarp::release\(shared\.results\[own\.stage\]\[consumer\]\))", "static_cast<void>(0)"),
+        (r"if \((last)\) \{", "true"),
     ],
+    # The steps of a block are those of operators/diffusion/one_launch.cuh, whose mistakes are above.
     GPUS: [
+        (r"if \((t \+ Work::kStages < work\.tiles)\) reader", "true"),
+        (r"if \((t >= Work::kStages)\) \{", "false"),
+        (r"if \((t > 0)\) load_x", "true"),
+        (r"work\.tiles - 1 - (kept)", "0"),
         (r"if \((!missing)\) return", "true"),
         (r"if \((are_two\(\))\) add\(sums", "false"),
         (r"slot\(1 - me, me\) \+ i, (quad)\)", "float4{}"),
@@ -168,7 +191,7 @@ HARMLESS = {
         ("matmul_wgmma", "__syncthreads() without", 1):
             "wgmma_wait() has said that the products of all four warps are done",
     },
-    "6_gating_fused": {
+    "operators_gating": {
         **{("start_groups", f"wgmma_wait<0>() {change}", 0):
             "the CPU backend reads the left factor's registers when a product starts"
            for change in ("with + 1", "without")},
@@ -177,6 +200,12 @@ HARMLESS = {
     },
     "7_diffusion_fused": {
         ("diffusion_one_launch", "tensor_store_commit() without", 0):
+            "the same thread commits when it stores its next tile, and there is one",
+        ("damp_spectrum", "tensor_store_commit() without", 0):
+            "the same thread commits when it stores its next tile, and there is one",
+    },
+    "operators_diffusion": {
+        ("damp_spectrum", "tensor_store_commit() without", 0):
             "the same thread commits when it stores its next tile, and there is one",
     },
     GPUS: {
@@ -201,8 +230,15 @@ HARMLESS = {
     },
     # Whoever does not wait for its turn goes first: results are the same.
     ATTENTION: {
-        **{("wait", f"barrier_wait(&barriers[consumer], parity) {change}", 0):
-            "a turn decides who multiplies first, and nothing else" for change in ("with ^ 1", "without")},
+        **{("wait", f"barrier_wait(&barriers[consumer], parity) {change}", nth):
+            "a turn decides who multiplies first, and nothing else"
+           for change in ("with ^ 1", "without") for nth in (0, 1)},
+        ("attention_stay", "barrier_init_fence() without", 0):
+            "prepare() has one behind the barriers that the copy engine completes; only threads arrive at the others",
+        ("attention_stay", "barrier_init(&shared.turns[i], EachWarp::kReleases) with - 1", 0):
+            "a turn decides who multiplies first, and nothing else",
+    },
+    "operators_attention": {
         ("attention_hopper", "barrier_init_fence() without", 0):
             "prepare() has one behind the barriers that the copy engine completes; only threads arrive at the others",
         ("attention_hopper", "barrier_init(&shared.turns[i], EachWarp::kReleases) with - 1", 0):
@@ -241,26 +277,34 @@ RUNS = {
         # More tiles for each consumer than it has stages; a second block of columns.
         (("3", "--channels", "128", "--kernel", "^Hopper resident"), 2),
         (("1", "--channels", "72", "--hidden", "72", "--kernel", "^Hopper resident"), 2),
+        # Several tiles for a cluster, and more steps than stages.
+        (("1", "--channels", "512", "--hidden", "136", "--kernel", "^Hopper cluster"), 2),
+    ],
+    "operators_gating": [
         # What takes every shape. More stages than one for a tile; boxes of out in panels; rows of any length, in
         # panels and with a last slice of x that is not whole; columns divided among blocks.
-        (("1", "--channels", "128", "--kernel", "^any shape"), 2),
-        (("3", "--channels", "200", "--hidden", "72", "--kernel", "^any shape"), 2),
-        (("2", "--channels", "104", "--hidden", "128", "--kernel", "^any shape"), 2),
-        (("2", "--channels", "51", "--hidden", "301", "--kernel", "^any shape"), 2),
+        (("1", "--channels", "128", "--kernel", "^operator"), 2),
+        (("3", "--channels", "200", "--hidden", "72", "--kernel", "^operator"), 2),
+        (("2", "--channels", "104", "--hidden", "128", "--kernel", "^operator"), 2),
+        (("2", "--channels", "51", "--hidden", "301", "--kernel", "^operator"), 2),
         # Panels by threads, of one block and of several; teams with boxes of x and of out.
-        (("2", "--channels", "40", "--hidden", "500", "--kernel", "^any shape"), 2),
-        (("2", "--channels", "128", "--hidden", "255", "--kernel", "^any shape"), 4),
-        (("1", "--channels", "96", "--hidden", "200", "--kernel", "^any shape"), 2),
+        (("2", "--channels", "40", "--hidden", "500", "--kernel", "^operator"), 2),
+        (("2", "--channels", "128", "--hidden", "255", "--kernel", "^operator"), 4),
+        (("1", "--channels", "96", "--hidden", "200", "--kernel", "^operator"), 2),
         # A team that has fewer stages than a tile.
-        (("2", "--channels", "256", "--hidden", "128", "--kernel", "^any shape"), 2),
-        (("3", "--channels", "300", "--hidden", "200", "--kernel", "^any shape"), 4),
-        # Lesson 3's product.
-        (("1", "--channels", "512", "--hidden", "136", "--kernel", "^Hopper cluster"), 2),
+        (("2", "--channels", "256", "--hidden", "128", "--kernel", "^operator"), 2),
+        (("3", "--channels", "300", "--hidden", "200", "--kernel", "^operator"), 4),
     ],
     # More tiles than stages, a last one that is not whole, two groups of blocks, and columns beside.
     "7_diffusion_fused": [
-        (("1400", "--width", "128", "--kernel", "^one launch$"), 2),
-        (("1000", "--eigen", "72", "--width", "136", "--kernel", "^one launch$"), 4),
+        (("1400", "--width", "128", "--kernel", "^(one launch|clusters)$"), 2),
+        (("1000", "--eigen", "72", "--width", "136", "--kernel", "^(one launch|clusters)$"), 4),
+    ],
+    # Narrow blocks, wide ones, many eigenvectors; a batch.
+    "operators_diffusion": [
+        (("1400", "--width", "128", "--kernel", "^operator$"), 4),
+        (("1000", "--eigen", "136", "--width", "136", "--kernel", "^operator$"), 6),
+        (("300", "--eigen", "24", "--width", "72", "--batch", "3", "--kernel", "^operator$"), 4),
     ],
     GPUS: [
         (("1400", "--width", "128", "--kernel", "^one GPU$"), 4),
@@ -319,11 +363,15 @@ RUNS = {
         (("150", "--keys", "700", "--width", "64", "--heads", "1", "--batch", "1", "--full", "--kernel",
           "^(Hopper|ping-pong|overlap)$"), 2),
         # Several pieces of work for a block, whose tiles the mask hides from some; logits that grow.
+        (("400", "--keys", "600", "--width", "64", "--heads", "4", "--batch", "1", "--causal", "--hard-rows",
+          "--kernel", "^tile scheduler$"), 1),
+    ],
+    "operators_attention": [
         (("150", "--keys", "300", "--width", "64", "--heads", "4", "--batch", "1", "--causal", "--hard-rows",
-          "--kernel", "^any shape$"), 1),
+          "--kernel", "^operator$"), 1),
         # Parts of keys, of heads that are packed.
         (("3", "--keys", "900", "--width", "64", "--heads", "4", "--kv-heads", "1", "--batch", "1", "--full",
-          "--kernel", "^any shape$"), 2),
+          "--kernel", "^operator$"), 2),
     ],
     "10_clifford_gp": [
         (("60", "--features", "260", "--algebra", "2,0,0", "--kernel", "streamed"), 2),
@@ -337,6 +385,12 @@ RUNS = {
         (("9", "--features", "300", "--algebra", "3,0,1", "--kernel", "streamed"), 2),
     ],
 }
+# The same rows in the benchmarks, where those of lesson 9's operator have shorter names.
+RUNS["operators_gradients"] = [
+    ((*words[:-1], "^operator$"), multiprocessors) for words, multiprocessors in RUNS["8_spatial_gradients"]]
+RUNS["operators_softmax"] = [run for run in RUNS["9_matmul_softmax"] if run[0][-1] != "^fused cluster$"]
+RUNS["operators_clifford"] = RUNS["10_clifford_gp"]
+RUNS["operators_clifford_connected"] = RUNS[CONNECTED]
 
 
 @dataclass(frozen=True)
@@ -469,7 +523,14 @@ def derive(text, file, before=0):
 
 
 def source_of(program):
+    if program.startswith("operators_"):
+        return f"operators/bench/{program.removeprefix('operators_')}.cu"
     return f"operators/tests/{program}.cu" if program == PRODUCT else f"{program}.cu"
+
+
+def built_as(program):
+    """The program without mistakes, in a build's folder."""
+    return f"operators/tests/{program}" if program == PRODUCT else program
 
 
 def files_of(program):
@@ -495,7 +556,7 @@ def judged(program):
 def _reached_by(mistake):
     if mistake.file == KERNEL:  # some Works wait for the kernel before with all threads
         of_all = "!Work::kFetchesFirst" in (ROOT / KERNEL).read_text().split("\n")[mistake.line - 1]
-        return "9_matmul_softmax" if of_all else PRODUCT
+        return "operators_softmax" if of_all else PRODUCT
     before = code_of((ROOT / mistake.file).read_text()).split("\n")[: mistake.line]
     text = "\n".join(before)
     names = [re.findall(pattern, text, re.M)
@@ -551,6 +612,9 @@ SMALLER = {
     ATTENTION: [  # one type, one width
         (r"add_table<half>", "add_table<__nv_bfloat16>"),
         (r"add_lesson_kernels<(?:128|256)>", "add_lesson_kernels<64>"),
+    ],
+    "operators_attention": [
+        (r"add_table<half>", "add_table<__nv_bfloat16>"),
         (r"add_portable_ways<(?:128|256)>", "add_portable_ways<64>"),
         (r"add_hopper_ways<(?:128|256), [^>]*>\(\);", "{}"),
     ],

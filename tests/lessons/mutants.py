@@ -44,7 +44,7 @@ class Mutant:
     def program(self):
         if not self.number:
             return self.name
-        if self.build != "address" and self.lesson in hopper_mutants.LESSONS:
+        if self.build != "address" and self.lesson in hopper_mutants.PROGRAMS:
             return hopper_mutants.name_of(self.lesson)
         return f"{self.lesson}_{PROGRAMS[self.sanitizer]}"
 
@@ -120,6 +120,7 @@ STATIONARY = "bonus_matmul_A_stationary"
 CONNECTED = "bonus_clifford_fully_connected"
 ATTENTION = "bonus_attention"
 MEMORY = "bonus_memory"
+PRODUCT, OF_SOFTMAX, OF_ATTENTION = "operators_product", "operators_softmax", "operators_attention"
 
 # Headers that mistakes are made in.
 RING = "primitives/async_copy.cuh"
@@ -127,14 +128,14 @@ HEADERS = {
     CLIFFORD: ("operators/clifford/layer.cuh", "operators/clifford/streamed.cuh", "operators/clifford/row_exchange.cuh",
                "operators/clifford/rows.cuh", "operators/clifford/unfused.cuh", "operators/clifford/clifford.cuh",
                "operators/clifford/algebra.cuh"),
-    ATTENTION: ("operators/attention/layer.cuh", "operators/attention/hopper.cuh", "operators/attention/portable.cuh",
-                RING),
+    ATTENTION: (RING,),
+    OF_ATTENTION: ("operators/attention/layer.cuh", "operators/attention/hopper.cuh",
+                   "operators/attention/portable.cuh", RING),
     CONNECTED: ("operators/clifford_connected/layer.cuh", "operators/clifford_connected/few_rows.cuh",
                 "operators/clifford_connected/gradients.cuh"),
-    MATMUL: ("operators/product/fp32.cuh",),
+    PRODUCT: ("operators/product/fp32.cuh",),
     TENSOR_CORES: (RING,),
-    FUSED: ("operators/gating/layer.cuh", "operators/gating/resident.cuh", "operators/gating/rows.cuh",
-            "primitives/wmma_fragments.cuh", RING),
+    FUSED: ("primitives/wmma_fragments.cuh", RING),
     DIFFUSION: (RING,),
     SPATIAL: ("operators/gradients/features.cuh", "operators/gradients/small_products.cuh", RING),
     SOFTMAX: ("operators/softmax/softmax_product.cuh", "operators/softmax/cluster.cuh", "operators/softmax/plans.cuh",
@@ -144,6 +145,7 @@ HEADERS = {
               "operators/softmax/rows.cuh", "operators/softmax/fp32_product.cuh", "primitives/row_parts.cuh", RING),
     TRAINING: ("primitives/row_parts.cuh",),
 }
+HEADERS[OF_SOFTMAX] = HEADERS[SOFTMAX]
 
 # What the mutants run with: the slices of a sum follow from how many multiprocessors there are, and
 # two hold no cluster of four.
@@ -152,6 +154,7 @@ FEW_MULTIPROCESSORS = {"CUDA_CPU_MULTIPROCESSORS": "2", "CUDA_CPU_COMPUTE_CAPABI
 MATMUL_ARGUMENTS = ("33",)
 # Blocks share tiles, and one has the end of one and the begin of the next.
 SHARED_TILES = ("257",)
+SMALL_PRODUCT, SHARED_PRODUCT = ("33", "--type", "fp32"), ("257", "--type", "fp32")
 # The layer's M = 1024 rows are enough for many blocks; one odd and one even step along K.
 LAYER_ARGUMENTS = ("1", "--channels", "72", "--hidden", "8")
 # One tile of the spectrum and three slices of V, one of them of two steps.
@@ -174,14 +177,17 @@ BARRIERS = [
     (MATMUL, "registers", "matmul_registers(", 2, MATMUL_ARGUMENTS),
     (MATMUL, "vectors", "matmul_vectors(", 2, MATMUL_ARGUMENTS),
     (MATMUL, "async", "matmul_async(", 1, MATMUL_ARGUMENTS),
-    (MATMUL, "ahead", "matmul_ahead(", 1, MATMUL_ARGUMENTS),
+    (MATMUL, "ahead", "void multiply_ahead(", 1, MATMUL_ARGUMENTS),
     (MATMUL, "lean", "matmul_lean(", 1, MATMUL_ARGUMENTS),
-    (MATMUL, "any shape", "void multiply_fp32_steps(", 1, MATMUL_ARGUMENTS),
-    (MATMUL, "any shape", "void give(", 1, SHARED_TILES),
-    (MATMUL, "any shape", "void add(", 1, SHARED_TILES),
-    (MATMUL, "any shape", "fp32_product(Fp32Operands", 1, SHARED_TILES),
+    (MATMUL, "stream-K", "void give(", 1, SHARED_TILES),
+    (MATMUL, "stream-K", "void add(", 1, SHARED_TILES),
+    (MATMUL, "stream-K", "matmul_stream_k(", 1, SHARED_TILES),
+    (PRODUCT, "operator", "void multiply_fp32_steps(", 1, SMALL_PRODUCT),
+    (PRODUCT, "operator", "void give(", 1, SHARED_PRODUCT),
+    (PRODUCT, "operator", "void add(", 1, SHARED_PRODUCT),
+    (PRODUCT, "operator", "fp32_product(Fp32Operands", 1, SHARED_PRODUCT),
     # Small tiles, eight slices.
-    (MATMUL, "any shape", "void add_slices(", 2, MATMUL_ARGUMENTS),
+    (PRODUCT, "operator", "void add_slices(", 2, SMALL_PRODUCT),
     (TENSOR_CORES, "wmma shared", "matmul_wmma_shared(", 2, MATMUL_ARGUMENTS),
     (TENSOR_CORES, "ldmatrix", "matmul_ldmatrix(", 2, MATMUL_ARGUMENTS),
     # The ring of *stages*; three steps and, of an odd N, copies by threads.
@@ -201,6 +207,16 @@ BARRIERS = [
     (SPATIAL, "associated", " accumulate_backward(", 1, SPATIAL_ARGUMENTS),
     (SPATIAL, "associated", " add_slices(", 1, SPATIAL_ARGUMENTS),
     (SOFTMAX, "fused rows", "block_merge(", 1, ("3", "--inputs", "9", "--classes", "40", "--all")),
+    (OF_SOFTMAX, "library", "block_merge(", 1, ("3", "--inputs", "9", "--classes", "300")),
+    # More tiles along D than stages.
+    (OF_SOFTMAX, "fused: tiles", "int next() {", 1,
+     ("3", "--inputs", "150", "--classes", "10", "--all", "--kinds")),
+    (OF_SOFTMAX, "fused: rows, D split", "fused_rows_split(", 1,
+     ("3", "--inputs", "40", "--classes", "10", "--kinds")),
+    (OF_SOFTMAX, "fused: tiles", "all_columns(Factors", 1,
+     ("3", "--inputs", "9", "--classes", "10", "--all", "--kinds")),
+    (OF_SOFTMAX, "fused: tiles", "is_last_block(unsigned", 1,
+     ("3", "--inputs", "260", "--classes", "10", "--all", "--kinds")),
     (SOFTMAX, "fused any shape: rows, D split", "fused_rows_split(", 1,
      ("3", "--inputs", "40", "--classes", "10", "--kinds")),
     # More tiles along D than stages.
@@ -224,7 +240,8 @@ BARRIERS = [
     (STATIONARY, "tile stationary", "matmul_tile_stationary(", 2, ("129",)),
     (ATTENTION, "rows", "attention_rows(", 1, ATTENTION_ARGUMENTS),
     (ATTENTION, "mma.sync", "int next() {", 1, ATTENTION_ARGUMENTS),
-    (ATTENTION, "any shape", "attention_merge(", 1, MERGED_ATTENTION_ARGUMENTS),
+    (OF_ATTENTION, "operator", "attention_merge(", 1, MERGED_ATTENTION_ARGUMENTS),
+    (OF_ATTENTION, "operator", "int next() {", 1, ATTENTION_ARGUMENTS),
     (CONNECTED, "planes in tiles", "void forward_tile(", 2, CONNECTED_ARGUMENTS),
     (CONNECTED, "planes in tiles", "void plane_gradients(", 3, CONNECTED_ARGUMENTS),
     (CONNECTED, "planes in tiles", "input_gradient_tiles(", 1, CONNECTED_ARGUMENTS),
@@ -295,7 +312,12 @@ MUTANTS = [
     _other(
         2, "sums_added_before_they_are_there", "thread", MATMUL, "void add(",
         "wait_for_count(flag, 1, \"the other block's sums\");", ";",
-        DATA_RACE, *SHARED_TILES, "--kernel", "^any shape$",
+        DATA_RACE, *SHARED_TILES, "--kernel", "^stream-K$",
+    ),
+    _other(
+        1, "sums_added_before_they_are_there", "thread", PRODUCT, "void add(",
+        "wait_for_count(flag, 1, \"the other block's sums\");", ";",
+        DATA_RACE, *SHARED_PRODUCT, "--kernel", "^operator$",
     ),
     _other(
         1, "tiles_used_before_they_arrive", "thread", ATTENTION, "int next() {",
@@ -450,7 +472,7 @@ MUTANTS = [
 SANITIZED = [mutant for mutant in MUTANTS if mutant.sanitizer]
 # ThreadSanitizer's programs with mistakes that are chosen when they run: without one they are the lesson.
 INSTEAD = {
-    **{hopper_mutants.source_of(name)[: -len(".cu")]: hopper_mutants.name_of(name) for name in hopper_mutants.PROGRAMS},
+    **{hopper_mutants.built_as(name): hopper_mutants.name_of(name) for name in hopper_mutants.PROGRAMS},
     **{mutant.lesson: mutant.program for mutant in MUTANTS if mutant.sanitizer == "thread" and mutant.number},
 }
 WRONG = [mutant for mutant in MUTANTS if not mutant.sanitizer]

@@ -208,9 +208,9 @@ LADDERS = {
         ("square", ["cuBLASLt + one kernel", "Hopper cluster"])],
     # The unfused rows' products count as little as they could move: here that is less than split-K.
     "7_diffusion_fused": [
-        ("forward", ["unfused", "one launch", "any shape"]),
+        ("forward", ["unfused", "one launch", "clusters"]),
         ("forward", ["split-K", "half fused", "one launch"]),
-        ("backward", ["unfused", "any shape"]), ("backward", ["split-K", "any shape"])],
+        ("backward", ["unfused", "clusters"]), ("backward", ["split-K", "clusters"])],
     "8_spatial_gradients": [
         ("forward", ["unfused", "one kernel", "associated", "Hopper"]),
         ("backward", ["unfused", "associated", "Hopper"])],

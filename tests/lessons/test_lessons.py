@@ -4,7 +4,7 @@ import json
 import random
 import re
 
-from conftest import LESSONS, PROGRAMS, execute, program
+from conftest import LESSONS, OPERATORS, PROGRAMS, execute, program
 import pytest
 
 MATMULS = [lesson for lesson in LESSONS if re.match(r"[1-4]_|bonus_matmul", lesson)]
@@ -153,7 +153,7 @@ def test_matmul_dims(run, lesson):
         assert problem["flops"] == (0 if problem["name"] == "copies" else 2 * 37**3)
 
 
-# N, multiprocessors: for lesson 2's last kernel tiles of each size, whole and shared by several
+# N, multiprocessors: for the product in fp32 tiles of each size, whole and shared by several
 # blocks, also where rows are not aligned and where those of B are copied.
 TILES = [(66, 132), (96, 132), (201, 132), (260, 132), (257, 16), (300, 8), (260, 2), (150, 8),
          (193, 5), (132, 4), pytest.param(401, 8, marks=LONG), pytest.param(400, 8, marks=LONG),
@@ -163,8 +163,21 @@ TILES = [(66, 132), (96, 132), (201, 132), (260, 132), (257, 16), (300, 8), (260
 @pytest.mark.parametrize("n, multiprocessors", TILES)
 def test_tiles_of_any_shape(n, multiprocessors):
     """On the CPU's device: the choice depends on how many multiprocessors there are."""
+    result = execute([program("operators_product", "cpu"), n, "--device", "cpu", "--samples", 2,
+                      "--type", "fp32", "--kernel", "^operator$"],
+                     env={"CUDA_CPU_MULTIPROCESSORS": str(multiprocessors)})
+    assert result.rc == 0, result.stdout + result.stderr
+
+
+# N, multiprocessors: whole tiles and a line of two rounds; a line alone, whose parts are shorter than a tile, as
+# long, and longer; some blocks without a part.
+STREAMS = [(700, 2), (300, 8), (257, 3), (257, 132), (390, 5), (33, 4)]
+
+
+@pytest.mark.parametrize("n, multiprocessors", STREAMS)
+def test_steps_are_dealt_out(n, multiprocessors):
     result = execute([program("2_matmul_sharedmem", "cpu"), n, "--device", "cpu", "--samples", 2,
-                      "--kernel", "^any shape$"],
+                      "--kernel", "^stream-K$"],
                      env={"CUDA_CPU_MULTIPROCESSORS": str(multiprocessors)})
     assert result.rc == 0, result.stdout + result.stderr
 
@@ -326,24 +339,25 @@ def test_diffusion(run, backend, n, eigen, width):
 
 
 # V, E, W, meshes, multiprocessors: masses of a mesh at any address, part of a tile and more than
-# one; several clusters for each mesh, one each, more meshes than clusters; every form of any
-# shape.
+# one; several clusters for each mesh, one each, more meshes than clusters; every form of the
+# operator.
 BATCHES = [(1, 8, 8, 7, 4), (64, 64, 64, 2, 4), (75, 24, 72, 3, 4), (70, 16, 16, 9, 4),
            (65, 136, 72, 2, 8), pytest.param(1030, 8, 72, 32, 4, marks=LONG)]
 
 
+@pytest.mark.parametrize("name, last", [(DIFFUSION, "split-K"), ("operators_diffusion", "operator")])
 @pytest.mark.parametrize("n, eigen, width, meshes, multiprocessors", BATCHES)
-def test_batch_of_meshes(n, eigen, width, meshes, multiprocessors, tmp_path):
+def test_batch_of_meshes(name, last, n, eigen, width, meshes, multiprocessors, tmp_path):
     """On the CPU's device: a GPU has room for many clusters."""
     shape = (n, "--eigen", eigen, "--width", width, "--batch", meshes)
     record = tmp_path / "record.json"
-    result = execute([program(DIFFUSION, "cpu"), *shape, "--device", "cpu", "--samples", 1,
+    result = execute([program(name, "cpu"), *shape, "--device", "cpu", "--samples", 1,
                       "--json", record],
                      env={"CUDA_CPU_MULTIPROCESSORS": str(multiprocessors)})
     assert result.rc == 0, result.stdout + result.stderr
     for problem in json.loads(record.read_text())["problems"]:
         assert problem["dims"] == {"V": n, "E": eigen, "W": width, "meshes": meshes}
-        assert [kernel["name"] for kernel in problem["kernels"]][-2:] == ["split-K", "any shape"]
+        assert problem["kernels"][-1]["name"] == last
         values = meshes * (2 * n * width + n * eigen + n + eigen) + width
         rest = {"forward": meshes * eigen * width, "backward": 2 * meshes * eigen * width + width}
         assert problem["min_bytes"] == 2 * (values + rest[problem["name"]])
@@ -632,20 +646,20 @@ def test_the_fastest_way_is_found(backend):
 
 
 @pytest.mark.parametrize("lesson, arguments, kernel, way", [
-    ("3_matmul_tensorcore", [64], "any shape", r"tile 64 x 64; stages: \d+; cluster: 1 x 1; clusters: 1"),
-    ("6_gating_fused", [1], "any shape",
+    ("operators_product", [64, "--type", "fp16"], "operator", r"tile 64 x 64; stages: \d+; cluster: 1 x 1; clusters: 1"),
+    ("operators_gating", [1], "operator",
      r"columns of a sum: 64; consumers: 4; out in boxes; stages: \d+; .*"),
-    ("6_gating_fused", [1, "--channels", 96, "--hidden", 200], "any shape",
+    ("operators_gating", [1, "--channels", 96, "--hidden", 200], "operator",
      r"columns of a sum: 56; consumers: 4, in teams of 2; out in boxes; .*"),
-    ("6_gating_fused", [1, "--channels", 136, "--hidden", 400], "any shape",
+    ("operators_gating", [1, "--channels", 136, "--hidden", 400], "operator",
      r"columns of a sum: 56; consumers: 4, in teams of 4; out in boxes; .*; blocks side by side: 2"),
-    ("6_gating_fused", [1, "--channels", 136, "--hidden", 811], "any shape",
+    ("operators_gating", [1, "--channels", 136, "--hidden", 811], "operator",
      r"columns of a sum: 64; consumers: 4, in teams of 4; out in parts; .*"),
-    (SOFTMAX, [300, "--inputs", 300, "--classes", 260], "fused any shape",
+    ("operators_softmax", [300, "--inputs", 300, "--classes", 260], "fused",
      r"exchange: tile \d+ x \d+; cluster: \d.*"),
 ])
 def test_a_row_says_which_way_it_is(run, lesson, arguments, kernel, way):
-    """Where nothing is timed: the one that should be the fastest. (Lesson 6 has such a row in both tables.)"""
+    """Where nothing is timed: the one that should be the fastest. (The gated layer has such a row in both tables.)"""
     result = run(lesson, *arguments, "--kernel", f"^{kernel}$", "--count")
     (_, row), *_ = result.kernels
     assert re.fullmatch(way, row["way"])
@@ -660,7 +674,6 @@ def test_rows_for_hopper_are_left_out_where_a_shape_is_not_theirs(channels, hidd
     command = [program("6_gating_fused"), 1, "--channels", channels, "--hidden", hidden]
     result = execute([*command, "--device", "cpu", "--list"])
     assert re.findall("layer: Hopper (.*)", result.stdout) == kernels
-    assert "layer: any shape" in result.stdout
 
 
 def test_one_way_has_no_name(run):
@@ -694,7 +707,7 @@ def test_attention(run, backend, shape):
     assert {tuple(dims.values())[1:] for dims in dims_of(result).values()} == {(heads, kv_heads, queries, keys, width)}
     assert set(dims_of(result)) == {"bf16 full", "bf16 causal"}
     names = {kernel["name"] for _, kernel in result.kernels}
-    assert "any shape" in names and ("mma.sync" in names) == (width in (64, 128, 256))
+    assert ("mma.sync" in names) == ("tile scheduler" in names) == (width in (64, 128, 256))
 
 
 @pytest.mark.parametrize("flags", [("--fp16", "--full"), ("--causal",)])
@@ -712,7 +725,7 @@ def test_attention_moves_no_logits(tmp_path):
     for size in (128, 256):
         record = tmp_path / "counted.json"
         arguments = [*map(str, attention_arguments(size, size, 1, 1, width, "--full")), "--kernel",
-                     "^(library|Hopper|ping-pong|overlap|any shape)$"]
+                     "^(library|Hopper|ping-pong|overlap|tile scheduler)$"]
         result = execute([program(ATTENTION, "cpu"), *arguments, "--device", "cpu", "--count", "--json", record])
         if "not compiled for it" in result.stderr:
             pytest.skip("this compiler's programs do not count")
@@ -724,6 +737,47 @@ def test_attention_moves_no_logits(tmp_path):
         for name, count in moved.items():
             assert count <= once + size // 64 * 2 * 2 * width * size, name
         assert len(moved) == 4
+
+
+# ---- The benchmarks of operators -----------------------------------------------------------------
+
+# What fits tiles and what does not; rows of 16 bytes, of 4, and others; more and fewer rows than columns.
+BENCHMARKS = [
+    ("operators_product", (100, "--columns", 72, "--depth", 300)),
+    ("operators_product", (33, "--columns", 257, "--depth", 17)),
+    ("operators_product", (1, "--columns", 129, "--depth", 64)),
+    *(("operators_gating", (1, "--channels", channels, "--hidden", hidden)) for channels, hidden in LAYERS),
+    ("operators_gating", (1, "--channels", 72, "--hidden", 40, "--hard-gates")),
+    *(("operators_diffusion", (n, "--eigen", eigen, "--width", width)) for n, eigen, width in
+      [(1, 8, 8), (130, 144, 80), (129, 128, 128), (40, 136, 328), (130, 256, 264)]),
+    *(("operators_gradients", (n, "--eigen", eigen, "--width", width)) for n, eigen, width in
+      [(1, 8, 8), (33, 48, 80), (129, 128, 144), (65, 200, 40)]),
+    *(("operators_softmax", (*softmax_arguments(shape), *more)) for shape in
+      [(8, 16, 10), (33, 65, 50), (5, 400, 16), (3, 36, 1000)] for more in [("--all",), ("--all", "--kinds")]),
+    ("operators_softmax", softmax_arguments((33, 5, 101), "--hard-rows", "--all", "--kinds")),
+    *(("operators_clifford", (batch, "--features", features, "--algebra", "2,0,0")) for batch, features in
+      [(1, 1), (5, 130), (130, 8)]),
+    ("operators_clifford", (3, "--features", 20, "--turned")),
+    *(("operators_clifford_connected", (batch, "--features", features, "--algebra", "2,0,0"))
+      for batch, features in [(1, 1), (65, 8), (3, 200)]),
+    *(("operators_attention", attention_arguments(*shape)) for shape in
+      [(1, 1, 1, 1, 64), (70, 33, 2, 1, 64), (33, 70, 3, 3, 36), (5, 300, 4, 1, 72)]),
+    ("operators_attention", attention_arguments(40, 150, 1, 1, 64, "--hard-rows", "--fp16", "--full")),
+]
+
+
+@pytest.mark.parametrize("name, arguments", BENCHMARKS, ids=str)
+def test_operators(run, backend, name, arguments):
+    result = run(name, *arguments, "--samples", 1)
+    rows = listed(name, backend, *arguments)
+    assert_verified(result, rows, 1)
+    tables = {table for table, _ in rows}
+    ours = {problem["name"] for problem, kernel in result.kernels if kernel["role"] == "ours"}
+    assert backend == "cuda" or ours == tables  # the operator has a row in each table
+
+
+def test_every_operator_has_a_benchmark():
+    assert {name for name, _ in BENCHMARKS} == set(OPERATORS)
 
 
 # ---- Any N works: tiny shapes and many seeds ------------------------------------------------------

@@ -8,7 +8,7 @@ import re
 
 import pytest
 
-from conftest import ROOT, execute, program
+from conftest import LESSONS, OPERATORS, execute, program, source_of
 
 LINE = re.compile(r"^memory of (.*): (.*): (\d+) bytes used, (\d+) claimed$", re.MULTILINE)
 RUNS = [
@@ -25,6 +25,15 @@ RUNS = [
     pytest.param("10_clifford_gp", "1 --features 300 --algebra 3,0,1", marks=pytest.mark.extensive),
     ("bonus_clifford_fully_connected", "5 --features 33 --algebra 2,0,0"),
     ("bonus_clifford_fully_connected", "3 --features 12 --no-norm"),
+    ("operators_diffusion", "200 --eigen 64 --width 64"),
+    ("operators_diffusion", "200 --eigen 136 --width 320"),
+    ("operators_diffusion", "75 --eigen 24 --width 72 --batch 3"),
+    ("operators_gradients", "100 --eigen 48 --width 32"),
+    ("operators_gradients", "40 --eigen 160 --width 16"),
+    ("operators_clifford", "3 --features 261 --algebra 2,0,0"),
+    ("operators_clifford", "3 --features 40 --no-norm"),
+    ("operators_clifford_connected", "5 --features 33 --algebra 2,0,0"),
+    ("operators_clifford_connected", "3 --features 12 --no-norm"),
 ]
 
 
@@ -44,5 +53,5 @@ def test_claims(lesson, arguments, tmp_path):
 
 
 def test_every_lesson_with_the_column_is_here():
-    with_column = {path.stem for path in ROOT.glob("*.cu") if ".occupies(" in path.read_text()}
+    with_column = {name for name in (*LESSONS, *OPERATORS) if ".occupies(" in source_of(name)}
     assert with_column == {getattr(run, "values", run)[0] for run in RUNS}

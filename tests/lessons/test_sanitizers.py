@@ -8,7 +8,7 @@ import re
 import resource
 import shutil
 
-from conftest import CPU_BUILD, PROGRAMS, ROOT, execute, source_of, words
+from conftest import CPU_BUILD, OPERATORS, PROGRAMS, ROOT, execute, source_of, words
 import hopper_mutants
 from mutants import BARRIERS, FEW_MULTIPROCESSORS, INSTEAD, MUTANTS, SANITIZED, whole
 import pytest
@@ -102,7 +102,7 @@ def in_turn(runs):
 
 CASES = [pytest.param(lesson, arguments, sanitizer, id=f"{lesson} {words(arguments)}-{sanitizer}",
                       marks=[pytest.mark.slow] * (left_out or bool(LONG & set(arguments))))
-         for lesson in PROGRAMS
+         for lesson in [*PROGRAMS, *OPERATORS]
          for _, arguments, sanitizer, left_out in in_turn([*sizes_of(lesson), *MORE_SIZES.get(lesson, [])])]
 
 
@@ -182,8 +182,7 @@ def test_mutant_is_reported(mutant):
 def test_hopper_kernels_are_clean(lesson, run, sanitizer):
     arguments, multiprocessors = run
     environment = hopper_mutants.environment_of(arguments, multiprocessors)
-    name = hopper_mutants.source_of(lesson)[: -len(".cu")]
-    result = run_sanitized(sanitizer, name, arguments, environment)
+    result = run_sanitized(sanitizer, hopper_mutants.built_as(lesson), arguments, environment)
     assert result.rc == 0, result.stderr
     assert not REPORT.search(result.stderr), result.stderr
 
@@ -217,7 +216,7 @@ def test_mistake_of_a_hopper_kernel_is_found(lesson, mistake):
         assert verdict in ("verification", "error", "deadlock", "data race"), report
 
 
-@pytest.mark.parametrize("lesson", PROGRAMS)
+@pytest.mark.parametrize("lesson", [*PROGRAMS, *OPERATORS])
 def test_every_barrier_has_a_mutant(lesson):
     """Those of Hopper's kernels are derived from the source (hopper_mutants.py)."""
     code = hopper_mutants.code_of(whole(lesson, source_of(lesson)))

@@ -8,7 +8,7 @@ import struct
 import subprocess
 import termios
 
-from conftest import PROGRAMS, ROOT, execute, program, source_of
+from conftest import OPERATORS, PROGRAMS, ROOT, execute, program, source_of
 from test_lessons import table_rows
 import pytest
 
@@ -67,6 +67,14 @@ def test_default_is_one_screen(run, backend, lesson):
     own = re.findall(r'(?:\{|\.name = )"(--[\w-]+)"', source) + ["--sweep"] * (".sweep = " in source)
     assert set(own) == set(named) - {"--help"}
     assert all(re.search(rf"^ +{option}\b", help_text, re.MULTILINE) for option in own)
+
+
+@pytest.mark.extensive
+@pytest.mark.parametrize("name", OPERATORS)
+def test_operators_are_one_screen(run, name):
+    result = run(name, "--samples", 1)
+    assert result.rc == 0, result.stdout + result.stderr
+    is_one_screen(result.stdout, 2 * len(result.record["problems"]))
 
 
 @pytest.mark.parametrize("shape", [(), (9, "--inputs", 40, "--classes", 50),

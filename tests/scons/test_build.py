@@ -5,7 +5,7 @@ import re
 import shlex
 import shutil
 
-from conftest import LESSONS, PROGRAMS, ROOT, SOLVED, execute, program
+from conftest import LESSONS, OPERATORS, PROGRAMS, ROOT, SOLVED, execute, program
 from mutants import INSTEAD
 import pytest
 from test_style import copy_of_sources, scons
@@ -111,6 +111,13 @@ def test_architectures(plan, arch, shown, flags):
         assert re.findall("-gencode=(.*?) ", command) == flags
 
 
+def test_benchmarks_of_operators_are_built_when_asked_for(plan):
+    lines = plan("cuda=no", "operators")
+    assert built(lines, "INSTALL") == set(OPERATORS)
+    assert built(lines, "LINK") == {f"build/cpu/{name}" for name in OPERATORS}
+    assert {f"build/cpu/{name}" for name in OPERATORS} <= built(plan("cuda=no", "test"), "LINK")
+
+
 def test_one_lesson_comes_with_its_cpu_twin(plan):
     lines = plan("arch=90a", LESSON)
     assert built(lines, "LINK") == {f"build/cpu/{LESSON}", f"build/cuda/{LESSON}"}
@@ -139,7 +146,7 @@ def test_tests_without_sanitized_lessons(plan):
     assert quick < everything
     for sanitizer in ("address", "thread"):
         instead = INSTEAD if sanitizer == "thread" else {}
-        programs = {f"mutants/{instead[name]}" if name in instead else name for name in PROGRAMS}
+        programs = {f"mutants/{instead[name]}" if name in instead else name for name in [*PROGRAMS, *OPERATORS]}
         assert {f"build/cpu-{sanitizer}/{program}" for program in programs} <= everything
     assert any("/mutants/" in name for name in everything) and not any("/mutants/" in n for n in quick)
 
