@@ -43,16 +43,22 @@
 //     dM1 = Gr^T P + Gi^T Q,  dM2 = Gr^T Q - Gi^T P,  D = Gr^T R + Gi^T S                   (E, W)
 //     dLr = dM1^T x,  dLi = dM2^T x,  dx = D + dM1 Lr + dM2 Li
 //
+// Instead of products (W, V) x (V, W) these are (E, V) x (V, W), each half the work if E is half of
+// W; the products with x, Lr and Li are small. The products with Gr^T and Gi^T have long sums, but
+// too few results to keep a GPU busy. So the sums over V are cut into slices, as in lesson 7. The
+// field calls that split-K.
+//
 //     unfused                forward 12, backward 22 library and elementwise kernels, as a framework
 //                            does it (checks/gradients/gradients.cu)
 //     one kernel             a block's rows of xr, xi stay on chip, and Lr, Li stream through it
 //     associated             x, M1, M2 stay on chip, and Gr, Gi stream through it; also backward
-//     warp specialization    one warp copies by TMA, two groups of four warps multiply by wgmma, and
-//                            take turns; backward, one of three groups adds up what the others make
+//     warp specialization    one thread copies by TMA, and groups of four warps multiply by wgmma, as
+//                            in lesson 3: forward each of two has every other tile; backward two
+//                            make P, Q, R and S, and a third one adds up
 //     cluster                two blocks fetch each tile of Gr and Gi once for both
 //
-// The first three need compute capability 8.0 (bf16 on tensor cores), the last two Hopper's 9.0.
-// Forward comes first, in all of these steps; then backward.
+// The first three need compute capability 8.0 (bf16 on tensor cores), the last two need 9.0. The
+// forward pass comes first, in all of these steps, then the backward pass.
 
 #include <algorithm>
 #include <deque>
@@ -326,9 +332,10 @@ __device__ float4 small_products(bf16* stages, const Matrix* left, const Matrix*
   return add_warps(stages, sum, start);
 }
 
-// M holds M1 = x Lr^T and M2 = x Li^T, (E, W) each, one after the other; with a third layer of
-// blocks also -M2. Or, if `in_turn`, it is one matrix [M1 | M2] (E, 2 W) that has 32 columns of
-// either in turn, and zeros beside those of a last group that is not whole.
+// M becomes M1 = x Lr^T and M2 = x Li^T, matrices (E, W), one after the other; with a third layer of
+// blocks also -M2. Or, if `in_turn`, it becomes one matrix: 32 columns of M1, 32 of M2, the next 32
+// of M1, and so on. Where W is no multiple of 32 the last ones are zeros. (The last kernel of this
+// lesson reads it so.)
 __global__ void __launch_bounds__(kSmallThreads) associate(Operands in, bf16* M, bool in_turn) {
   start_next_kernel();
   extern __shared__ __align__(128) bf16 stages[];
@@ -574,9 +581,9 @@ __device__ void load_right_factors(ForwardShared& shared, const ForwardMaps& map
   }
 }
 
-// The blocks that share tiles, one beside the other in the grid. Here a block is alone. Each warp
-// gives a stage back for itself, as soon as it has read it.
-using Blocks = BlockRow<Releases::warp>;
+// The blocks that share tiles, one beside the other in the grid: gridDim.x of them. Here that is 1,
+// in the next kernel 1 or 2. Each warp gives a stage back for itself, as soon as it has read it.
+using Cluster = BlockRow<Releases::warp>;
 
 // What a consumer does. Consumer 0 has the block's tiles 0, 2, 4 and so on, consumer 1 the others,
 // and there are two stages: so each consumer has a stage of its own, and goes on by two.
@@ -588,11 +595,11 @@ using Blocks = BlockRow<Releases::warp>;
 //   - tensor_store starts a copy to memory. tensor_store_wait_read<1> waits until the copy engine
 //     has read all but the newest one, so that the other box may be written again.
 __device__ __forceinline__ void make_features(ForwardShared& shared, const ForwardMaps& maps,
-                                              const Blocks& blocks, int tiles, int groups,
+                                              const Cluster& cluster, int tiles, int groups,
                                               int col0) {
   const int consumer = threadIdx.x / 128 - 1, thread = threadIdx.x % 128;
   const int stride = gridDim.y, first = blockIdx.y + consumer * stride;
-  Reader reader(shared.stages, blocks);
+  Reader reader(shared.stages, cluster);
   reader.next(consumer);
   int stored = 0;
   for (int tile = first; tile < tiles; tile += 2 * stride) {
@@ -635,11 +642,18 @@ __device__ __forceinline__ void make_features(ForwardShared& shared, const Forwa
 
 #endif  // HOPPER_CODE
 
-// As in *associated*, blocks stay, and take tile after tile. A block has one on each
-// multiprocessor, up to 128 KB of right factors (two groups of 64 columns), and two tiles of Gr and
-// Gi that are copied or read. Gr and Gi come once for both groups: a tile's fragments stay in 64
-// registers of a thread, so that its stage is free again early. The thread that copies needs few
-// registers; the consumers take what its warps give back (setmaxnreg).
+// As in *associated*, blocks stay, and take tile after tile (they are persistent). There is one
+// block on each multiprocessor. It has up to 128 KB of right factors, two groups of 64 columns, and
+// two stages for tiles of Gr and Gi. A tile comes once for both groups: its fragments stay in 64
+// registers of each thread, so that its stage is free again early. The thread that copies needs few
+// registers. So its four warps give registers back, and the consumers take them.
+//
+//   - Writer: put() waits until the next stage is free, says at its barrier how many bytes will
+//     come, and starts the copies. prepare() prepares the stages' barriers.
+//   - ForwardShared lies in shared memory that the launch asks for. wgmma and the copy engine want
+//     it at a multiple of 1024 bytes.
+//   - registers_shrink_to, registers_grow_to: how many registers each thread of a warpgroup has
+//     from here on.
 //
 //     block (0, y, z)    columns 64 groups z and on, tiles y, y + gridDim.y and so on
 //     thread 0           copies tile after tile to the two stages in turn, by Writer::put
@@ -650,7 +664,7 @@ __global__ void __launch_bounds__(kForwardThreads, 1)
 #if HOPPER_CODE
   extern __shared__ __align__(1024) char bytes[];
   ForwardShared& shared = *reinterpret_cast<ForwardShared*>(bytes);
-  const Blocks blocks;
+  const Cluster cluster;
   const int tiles = ceil_div(V, kRows), first = blockIdx.y, stride = gridDim.y;
   const int col0 = 64 * groups * blockIdx.z;
   if (threadIdx.x == 0) {
@@ -675,7 +689,7 @@ __global__ void __launch_bounds__(kForwardThreads, 1)
     }
   } else {
     registers_grow_to<232>();
-    make_features(shared, maps, blocks, tiles, groups, col0);
+    make_features(shared, maps, cluster, tiles, groups, col0);
   }
 #endif
 }
@@ -698,21 +712,20 @@ __global__ void __launch_bounds__(kForwardThreads, 1)
 //     copy arrives at the same place, and at the same barrier, of each.
 //   - meet() is a barrier of all threads of the cluster: nobody may send anything to a block whose
 //     barriers are not prepared yet.
-//   - Blocks now has gridDim.x blocks, one or two. (Where W is at most one block's columns, a
-//     cluster is one block, which fetches both, Gr and Gi.)
-
+//   - cluster.rank is this block's number in its cluster, and cluster.blocks is how many there are.
+//     (Where one block has all W columns, it is alone, and fetches both, Gr and Gi.)
 #if HOPPER_CODE
 // Of 64 rows and 64 columns of Gr and Gi, what this block fetches for all of its cluster: Gr if it
 // is the first one, Gi if it is the last one.
-template <class Cluster>
+template <class AnyCluster>
 __device__ void load_share(TangentTile& to, const CUtensorMap& Gr, const CUtensorMap& Gi, int tile,
-                           const Cluster& blocks, Barrier* arrived) {
+                           const AnyCluster& cluster, Barrier* arrived) {
   for (int step = 0; step < kSteps; ++step) {
-    if (blocks.rank == 0) {
-      tensor_load_multicast(&to.Gr[step], &Gr, kRows * tile, kStepK * step, arrived, blocks.all());
+    if (cluster.rank == 0) {
+      tensor_load_multicast(&to.Gr[step], &Gr, kRows * tile, kStepK * step, arrived, cluster.all());
     }
-    if (blocks.rank == blocks.blocks - 1) {
-      tensor_load_multicast(&to.Gi[step], &Gi, kRows * tile, kStepK * step, arrived, blocks.all());
+    if (cluster.rank == cluster.blocks - 1) {
+      tensor_load_multicast(&to.Gi[step], &Gi, kRows * tile, kStepK * step, arrived, cluster.all());
     }
   }
 }
@@ -723,14 +736,14 @@ __global__ void __launch_bounds__(kForwardThreads, 1)
 #if HOPPER_CODE
   extern __shared__ __align__(1024) char bytes[];
   ForwardShared& shared = *reinterpret_cast<ForwardShared*>(bytes);
-  const Blocks blocks;
+  const Cluster cluster;
   const int tiles = ceil_div(V, kRows), first = blockIdx.y, stride = gridDim.y;
-  const int col0 = 64 * groups * (blocks.blocks * blockIdx.z + blocks.rank);
+  const int col0 = 64 * groups * (cluster.blocks * blockIdx.z + cluster.rank);
   if (threadIdx.x == 0) {
     for (Barrier& each : shared.loaded) barrier_init(&each, 1);
-    prepare(shared.stages, 4 * blocks.blocks);  // the warps of a consumer in each block
+    prepare(shared.stages, 4 * cluster.blocks);  // the warps of a consumer in each block
   }
-  blocks.meet();
+  cluster.meet();
 
   if (threadIdx.x < 128) {
     registers_shrink_to<40>();
@@ -738,7 +751,7 @@ __global__ void __launch_bounds__(kForwardThreads, 1)
       Writer writer(shared.stages);
       for (int tile = first; tile < tiles; tile += stride) {
         writer.put([&](TangentTile& to, Barrier* arrived) {
-          load_share(to, maps.Gr, maps.Gi, tile, blocks, arrived);
+          load_share(to, maps.Gr, maps.Gi, tile, cluster, arrived);
         });
         if (tile == first) load_right_factors(shared, maps, groups, col0);
       }
@@ -746,7 +759,7 @@ __global__ void __launch_bounds__(kForwardThreads, 1)
     }
   } else {
     registers_grow_to<232>();
-    make_features(shared, maps, blocks, tiles, groups, col0);
+    make_features(shared, maps, cluster, tiles, groups, col0);
   }
 #endif
 }
@@ -788,7 +801,9 @@ struct BackwardTiles {
   }
 };
 
-// P, Q, R, S from a warp's sums and dOut, rounded, into their tiles in shared memory.
+// P, Q, R, S from a warp's sums and dOut, rounded, into their tiles in shared memory, which lie one
+// after the other in this order.
+constexpr int kP = 0, kQ = 1, kR = 2, kS = 3;
 template <int BV, int BN, int WV, int WN>
 __device__ void leave_products(bf16* products, const WarpSums<WV, WN>& sums, bf16* d_out_tile,
                                int row, int col) {
@@ -805,10 +820,10 @@ __device__ void leave_products(bf16* products, const WarpSums<WV, WN>& sums, bf1
         *pair_in<BN>(products + which * BV * BN, row, col, i, j) =
             pack2<bf16>(g.x * factor.x, g.y * factor.y);
       };
-      leave(0, xr);
-      leave(1, xi);
-      leave(2, ar);
-      leave(3, ai);
+      leave(kP, xr);
+      leave(kQ, xi);
+      leave(kR, ar);
+      leave(kS, ai);
     }
   }
 }
@@ -828,74 +843,93 @@ __device__ void add_gradients(GradientSums& sums, const bf16* Gr_tile, const bf1
     load_left_transposed<kBox>(gr, Gr_tile, row, k);
     load_left_transposed<kBox>(gi, Gi_tile, row, k);
     negate(minus_gi, gi);
-    load_right<BN>(right, products, k, col);  // P
+    load_right<BN>(right, products + kP * BV * BN, k, col);
     add_product(sums.dM1, gr, right);
     add_product(sums.dM2, minus_gi, right);
-    load_right<BN>(right, products + BV * BN, k, col);  // Q
+    load_right<BN>(right, products + kQ * BV * BN, k, col);
     add_product(sums.dM1, gi, right);
     add_product(sums.dM2, gr, right);
-    load_right<BN>(right, products + 2 * BV * BN, k, col);  // R
+    load_right<BN>(right, products + kR * BV * BN, k, col);
     add_product(sums.D, gr, right);
-    load_right<BN>(right, products + 3 * BV * BN, k, col);  // S
+    load_right<BN>(right, products + kS * BV * BN, k, col);
     add_product(sums.D, gi, right);
   }
 }
 
 // partials (slices, 3, E, W): dM1, dM2 and D, summed up over every gridDim.y-th tile of BV
-// vertices.
+// vertices. Block (i, slice) owns BN columns of x, M1, M2 and of the sums. One tile's way:
 //
-// Block (i, slice) owns BN columns of x, M1, M2 and of the sums. Per tile it computes xr, xi, ar,
-// ai in registers as above, then u and g, and leaves P, Q, R, S in shared memory: right factors,
-// whose inner dimension is the vertices. The left factors are Gr^T and Gi^T, from the very tiles of
-// Gr and Gi that were multiplied before, transposed by ldmatrix. So each tile is read from memory
-// once and used for both, and P, Q, R and S exist for one tile at a time. The sums, 96 registers a
-// thread, stay until the slice ends; then a kernel adds them up, as in lesson 7.
+//     copied           Gr, Gi: BV rows            dOut: BV x BN      x, M1, M2: E x BN, stay
+//                        |       |                  |                  |
+//     1. multiply        |       +--- Gr x, ... ----|------------------+
+//                        |                |         |
+//        registers       |         xr, xi, ar, ai   |
+//     2. u, g            |                +---------+
+//        shared memory   |           P, Q, R, S: BV x BN
+//                        |                |
+//     3. multiply        +-- Gr^T P, ... -+
+//                                |
+//        registers         dM1, dM2, D: E x BN, stay
+//
+// The very tiles of Gr and Gi that were multiplied in 1 are the left factors in 3, transposed by
+// ldmatrix on the way to the registers (load_left_transposed). So each tile is read from memory once
+// and used for both, and P, Q, R and S exist for one tile at a time. They are right factors in 3,
+// whose inner dimension is the vertices.
+//
+// In 1 and 2 a warp has WV x WN elements of the tile, in 3 it has 32 x 32 elements of each sum: 96
+// registers a thread. A warp's results of 2 are read by others, so a barrier stands between 2 and
+// 3. The barrier in next() stands between 3 and the next tile's 2. At the end each slice leaves its
+// sums, and add_slices adds them up.
 template <typename Tiles>
 __global__ void __launch_bounds__(Tiles::kThreads, Tiles::kBlocksPerSM)
     accumulate_backward(Operands in, const bf16* M, float* partials) {
   constexpr int BV = Tiles::BV, BN = Tiles::BN, WV = Tiles::WV, WN = Tiles::WN;
   constexpr int kStages = Tiles::kStages, kBlockThreads = Tiles::kThreads;
   extern __shared__ __align__(128) bf16 tiles[];
-  const int warp = threadIdx.x / 32;
   const int boxes = boxes_of(in.E), w0 = blockIdx.x * BN;
-  const int tangent = boxes * kBox * BV;
+  const int64_t tile_count = (in.V + BV - 1) / BV;
   bf16* right_tiles = tiles;
   bf16* stages = right_tiles + 3 * boxes * kBox * BN;
   bf16* products = stages + kStages * Tiles::stage(in.E);
-  const int64_t tile_count = (in.V + BV - 1) / BV;
-  const auto stage_of = [&](int step) { return stages + step % kStages * Tiles::stage(in.E); };
+  struct Stage {
+    bf16 *Gr, *Gi, *d_out;  // Gr and Gi in boxes of 64 columns
+  };
+  const auto stage_of = [&](int step) {
+    bf16* Gr = stages + step % kStages * Tiles::stage(in.E);
+    bf16* Gi = Gr + boxes * kBox * BV;
+    return Stage{Gr, Gi, Gi + boxes * kBox * BV};
+  };
   const auto copy_step = [&](int step) {
     const int64_t tile = blockIdx.y + static_cast<int64_t>(step) * gridDim.y;
-    if (tile < tile_count) {
-      bf16* Gr_tiles = stage_of(step);
-      bf16* Gi_tiles = Gr_tiles + tangent;
-      for (int box = 0; box < boxes; ++box) {
-        const int at = box * kBox * BV, e = box * kBox;
-        copy_swizzled<BV, kBox, kBlockThreads>(Gr_tiles + at, in.Gr, tile * BV, e, in.V, in.E);
-        copy_swizzled<BV, kBox, kBlockThreads>(Gi_tiles + at, in.Gi, tile * BV, e, in.V, in.E);
-      }
-      copy_swizzled<BV, BN, kBlockThreads>(Gi_tiles + tangent, in.d_out, tile * BV, w0, in.V, in.W);
+    if (tile >= tile_count) return;
+    const Stage to = stage_of(step);
+    for (int box = 0; box < boxes; ++box) {
+      const int at = box * kBox * BV, e = box * kBox;
+      copy_swizzled<BV, kBox, kBlockThreads>(to.Gr + at, in.Gr, tile * BV, e, in.V, in.E);
+      copy_swizzled<BV, kBox, kBlockThreads>(to.Gi + at, in.Gi, tile * BV, e, in.V, in.E);
     }
+    copy_swizzled<BV, BN, kBlockThreads>(to.d_out, in.d_out, tile * BV, w0, in.V, in.W);
   };
 
   copy_right_factors<BN, kBlockThreads>(right_tiles, in, M, w0);
   auto ahead = copies_ahead<kStages>(copy_step);
+  const int warp = threadIdx.x / 32;
   const int row = warp / (BN / WN) * WV, col = warp % (BN / WN) * WN;  // in the tile
   const int sum_row = warp / (BN / 32) * 32, sum_col = warp % (BN / 32) * 32;
   GradientSums sums;
   for (int64_t tile = blockIdx.y; tile < tile_count; tile += gridDim.y) {
-    bf16 *Gr_tiles = stage_of(ahead.next()), *Gi_tiles = Gr_tiles + tangent;
+    const Stage from = stage_of(ahead.next());
     WarpSums<WV, WN> tile_sums;
-    for (int box = 0; box < boxes; ++box) {
+    for (int box = 0; box < boxes; ++box) {  // 1
       const int left = box * kBox * BV;
-      add_associated<BN>(tile_sums, Gr_tiles + left, Gi_tiles + left,
+      add_associated<BN>(tile_sums, from.Gr + left, from.Gi + left,
                          right_tiles + 3 * box * kBox * BN, row, col);
     }
-    leave_products<BV, BN>(products, tile_sums, Gi_tiles + tangent, row, col);
+    leave_products<BV, BN>(products, tile_sums, from.d_out, row, col);  // 2
     __syncthreads();
-    if (sum_row < in.E) {
+    if (sum_row < in.E) {  // 3
       const int left = sum_row / kBox * kBox * BV;
-      add_gradients<BV, BN>(sums, Gr_tiles + left, Gi_tiles + left, products, sum_row % kBox,
+      add_gradients<BV, BN>(sums, from.Gr + left, from.Gi + left, products, sum_row % kBox,
                             sum_col);
     }
   }
@@ -1028,7 +1062,7 @@ struct BackwardMaps {
 
 #if HOPPER_CODE
 
-using BackwardBlocks = BlockRow<Releases::warpgroup>;  // one thread speaks for a warpgroup
+using BackwardCluster = BlockRow<Releases::warpgroup>;  // one thread speaks for a warpgroup
 
 // A maker's sums of 64 vertices and 32 features: Gr [M1 | M2 | x] and Gi [M1 | M2 | x], 96
 // registers of a thread, of which combine() makes ar and ai. That is half as many registers again
@@ -1044,18 +1078,18 @@ struct MakerSums {
   __device__ float& xi(int e) { return by_gi.elements[32 + e]; }
 
   __device__ void multiply(const TangentTile& left, const BackwardFactors (&right)[kSteps]) {
+    wgmma_fence();
 #pragma unroll
     for (int step = 0; step < kSteps; ++step) {
-      wgmma_fence();
+      const AcrossK<bf16> all = right[step].M1_M2.across_k();  // [M1 | M2 | x]
 #pragma unroll
       for (int slice = 0; slice < kSlices; ++slice) {
-        const AcrossK<bf16> all = right[step].M1_M2.across_k();  // [M1 | M2 | x]
         const bool add = step > 0 || slice > 0;
         multiply_slice(by_gr.elements, left.Gr[step].rows(0), all, slice, add);
         multiply_slice(by_gi.elements, left.Gi[step].rows(0), all, slice, add);
       }
-      wgmma_commit();
     }
+    wgmma_commit();
     wgmma_wait<0>();
   }
   // ar = Gr M1 - Gi M2, ai = Gr M2 + Gi M1
@@ -1101,9 +1135,9 @@ __device__ void load_right_factors(BackwardShared& shared, const BackwardMaps& m
 
 // What a maker does with each of the block's tiles. It reads stages, but gives none back:
 // warpgroup 3 reads the same stage later, and does that.
-__device__ void make_products(BackwardShared& shared, const BackwardBlocks& blocks, int tiles) {
+__device__ void make_products(BackwardShared& shared, const BackwardCluster& cluster, int tiles) {
   const int maker = warp_of_block() / 4 - 1, col = 32 * maker;
-  Reader reader(shared.stages, blocks);
+  Reader reader(shared.stages, cluster);
   barrier_wait(&shared.loaded[maker], 0);
   int parity = 0;
   for (int tile = blockIdx.y; tile < tiles; tile += gridDim.y, parity ^= 1, reader.next()) {
@@ -1127,9 +1161,9 @@ __device__ void make_products(BackwardShared& shared, const BackwardBlocks& bloc
 }
 
 // What warpgroup 3 does with each tile, and at the end: to partials (slices, 3, E, W), dM1, dM2, D.
-__device__ void add_products(BackwardShared& shared, const BackwardBlocks& blocks, float* partials,
-                             int tiles, int col0, int E, int W) {
-  Reader reader(shared.stages, blocks);
+__device__ void add_products(BackwardShared& shared, const BackwardCluster& cluster,
+                             float* partials, int tiles, int col0, int E, int W) {
+  Reader reader(shared.stages, cluster);
   const int first = blockIdx.y, stride = gridDim.y;
   Sum<3 * kBackwardCols> sums[kSteps];  // [dM1 | D | dM2], for 64 rows of E each
   int parity = 0;
@@ -1184,16 +1218,16 @@ __global__ void __launch_bounds__(kBackwardThreads, 1)
 #if HOPPER_CODE
   extern __shared__ __align__(1024) char bytes[];
   BackwardShared& shared = *reinterpret_cast<BackwardShared*>(bytes);
-  const BackwardBlocks blocks;
+  const BackwardCluster cluster;
   const int tiles = ceil_div(V, kRows), first = blockIdx.y, stride = gridDim.y;
-  const int col0 = kBackwardCols * (blocks.blocks * blockIdx.z + blocks.rank);
+  const int col0 = kBackwardCols * (cluster.blocks * blockIdx.z + cluster.rank);
   if (threadIdx.x == 0) {
     for (Barrier& each : shared.loaded) barrier_init(&each, 1);
     barrier_init(&shared.made, 256);
     barrier_init(&shared.added, 1);
-    prepare(shared.stages, blocks.blocks);
+    prepare(shared.stages, cluster.blocks);
   }
-  blocks.meet();
+  cluster.meet();
   start_next_kernel();
 
   if (threadIdx.x < 128) {
@@ -1202,7 +1236,7 @@ __global__ void __launch_bounds__(kBackwardThreads, 1)
       Writer writer(shared.stages);
       for (int tile = first; tile < tiles; tile += stride) {
         writer.put([&](BackwardStage& to, Barrier* arrived) {
-          load_share(to.tangents, maps.Gr, maps.Gi, tile, blocks, arrived);
+          load_share(to.tangents, maps.Gr, maps.Gi, tile, cluster, arrived);
           tensor_load(&to.d_out, &maps.d_out, kRows * tile, col0, arrived);
         });
         if (tile == first) load_right_factors(shared, maps, col0);
@@ -1210,10 +1244,10 @@ __global__ void __launch_bounds__(kBackwardThreads, 1)
       writer.finish();
     }
   } else if (threadIdx.x < 384) {  // these keep the 128 registers that all start with
-    make_products(shared, blocks, tiles);
+    make_products(shared, cluster, tiles);
   } else {
     registers_grow_to<224>();
-    add_products(shared, blocks, partials, tiles, col0, E, W);
+    add_products(shared, cluster, partials, tiles, col0, E, W);
   }
 #endif
 }
@@ -1466,7 +1500,7 @@ int main(int argc, char** argv) {
                               .meaning = "W, features of a vertex",
                               .value = 256,
                               .multiple_of = 8,
-                              .cpu = 128}},
+                              .cpu = 192}},
                  .sweep = {.gpu = {1024, 1048576}, .cpu = {1024, 2048}}});
   const int64_t E = lesson.option("--eigen"), W = lesson.option("--width");
   const std::vector<int64_t> sizes = lesson.sizes();

@@ -31,11 +31,13 @@ PRODUCT = "hopper_product"
 GPUS = "bonus_diffusion_gpus"
 CONNECTED = "bonus_clifford_fully_connected"
 ATTENTION = "bonus_attention"
+# What only operators/gradients comes to is judged with the program that runs it.
+OPERATOR = "operators/gradients"
 SHARED = ("primitives/hopper/tiles.cuh", "primitives/hopper/block_grid.cuh", "primitives/hopper/pipeline.cuh")
 # Whose runs come to a struct or function of these. All others are judged with hopper_product.
 REACHED_BY = {
-    "Maker": "8_spatial_gradients", "BlockRow": "8_spatial_gradients",
-    "wait_for_oldest": "8_spatial_gradients", "give_back": "8_spatial_gradients",
+    "BlockRow": "8_spatial_gradients", "give_back": "8_spatial_gradients",
+    "Maker": OPERATOR, "wait_for_oldest": OPERATOR,
     "next": "8_spatial_gradients", "start_products": GPUS,
     "wait_for": "9_matmul_softmax", "done_with": "9_matmul_softmax",
 }
@@ -47,8 +49,7 @@ HEADERS = {
               "operators/product/tf32_product.cuh"),
     "6_gating_fused": ("operators/gating/rows.cuh", "operators/gating/resident.cuh", "operators/gating/layer.cuh"),
     GPUS: (*SHARED, "operators/diffusion/one_launch.cuh", "checks/diffusion/gpus.cuh"),
-    "8_spatial_gradients": (*SHARED, "operators/gradients/features.cuh", "operators/gradients/forward.cuh",
-                            "operators/gradients/backward.cuh", "operators/gradients/tiles.cuh"),
+    "8_spatial_gradients": SHARED,
     "9_matmul_softmax": (*SHARED, KERNEL, "operators/softmax/softmax_product.cuh", "operators/softmax/cluster.cuh",
                          "operators/softmax/plans.cuh", "operators/softmax/exchange.cuh",
                          "operators/softmax/narrow.cuh", "operators/softmax/transposed_product.cuh",
@@ -267,14 +268,12 @@ RUNS = {
         (("1400", "--width", "128", "--kernel", "^fused", "--patience", "20000"), 2),
         (("1400", "--width", "64", "--gpus", "3", "--kernel", "^fused", "--patience", "20000"), 2),
     ],
-    # A cluster of one or two blocks, which have 64 columns each or more, or backward 32; and E in more than
-    # two steps.
+    # A cluster of one or two blocks, forward of one or two groups of columns; more tiles for each consumer than
+    # it has stages, and for a block backward; E and W that do not fill their boxes.
     "8_spatial_gradients": [
-        (("520", "--width", "128", "--kernel", "^Hopper$"), 2),
-        (("450", "--width", "72", "--kernel", "^Hopper$"), 4),
-        (("300", "--eigen", "136", "--width", "72", "--kernel", "^Hopper$"), 4),
-        # E in one step, of which a block has more tiles than stages.
-        (("600", "--eigen", "40", "--width", "136", "--kernel", "^Hopper$"), 2),
+        (("520", "--width", "128", "--kernel", "^(warp specialization|cluster)$"), 2),
+        (("450", "--width", "72", "--kernel", "^(warp specialization|cluster)$"), 4),
+        (("600", "--eigen", "40", "--width", "136", "--kernel", "^(warp specialization|cluster)$"), 2),
     ],
     "9_matmul_softmax": [
         # The lesson's own: more tiles along D than stages, and two clusters.
