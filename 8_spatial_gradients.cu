@@ -48,12 +48,12 @@
 // too few results to keep a GPU busy. So the sums over V are cut into slices, as in lesson 7. The
 // field calls that split-K.
 //
-//     unfused                forward 12, backward 22 library and elementwise kernels, as a framework
-//                            does it (checks/gradients/gradients.cu)
+//     unfused                forward 12, backward 22 library and elementwise kernels, as a
+//                            framework does it (checks/gradients/gradients.cu)
 //     one kernel             a block's rows of xr, xi stay on chip, and Lr, Li stream through it
 //     associated             x, M1, M2 stay on chip, and Gr, Gi stream through it; also backward
-//     warp specialization    one thread copies by TMA, and groups of four warps multiply by wgmma, as
-//                            in lesson 3: forward each of two has every other tile; backward two
+//     warp specialization    one thread copies by TMA, and groups of four warps multiply by wgmma,
+//                            as in lesson 3: forward each of two has every other tile; backward two
 //                            make P, Q, R and S, and a third one adds up
 //     cluster                two blocks fetch each tile of Gr and Gi once for both
 //
@@ -91,9 +91,10 @@ using Operands = GradientsOperands;
 // and how long they stay.
 //
 // The words, from primitives/:
-//   - load_left, load_right, Sums, add_product, for_pairs: as in lesson 7. load_right_transposed
-//     takes a factor that lies transposed in shared memory, such as rows of Lr for Lr^T. negate
-//     changes the sign of a left factor.
+//   - load_left loads a warp's fragments of a left factor from a tile to registers, load_right
+//     those of a right factor, and add_product adds their product to Sums, the warp's results in
+//     registers (as in lesson 7). load_right_transposed takes a factor that lies transposed in
+//     shared memory, such as rows of Lr for Lr^T. negate changes the sign of a left factor.
 //   - copy_swizzled starts the copies of a tile. copies_ahead starts those of the next steps, and
 //     its next() waits until those of this step are there (lesson 3's *stages*).
 //   - A lane's results are pairs of neighbours in a row. pair_of is such a pair of the sums, and
@@ -231,11 +232,12 @@ __global__ void __launch_bounds__(kThreads) gradient_features(Operands in) {
 //
 // The words:
 //   - Lies says how a factor lies in memory: as it is, or transposed.
-//   - wait_for_previous_kernel: a kernel that was launched early (launch_early) waits here until the
-//     kernel before it has ended. What it needs of other data it may load before.
+//   - wait_for_previous_kernel: a kernel that was launched early (launch_early) waits here until
+//     the kernel before it has ended. What it needs of other data it may load before.
 //   - start_next_kernel lets the next kernel start while this one still runs, if that one was
 //     launched early.
-//   - add adds four floats, and pack4 rounds four floats to 8 bytes.
+//   - for_pairs visits each pair of a lane's results, add adds four floats to four, and pack4
+//     rounds four floats to 8 bytes.
 enum class Lies { as_it_is, transposed };
 struct Matrix {
   const bf16* data;
@@ -332,10 +334,10 @@ __device__ float4 small_products(bf16* stages, const Matrix* left, const Matrix*
   return add_warps(stages, sum, start);
 }
 
-// M becomes M1 = x Lr^T and M2 = x Li^T, matrices (E, W), one after the other; with a third layer of
-// blocks also -M2. Or, if `in_turn`, it becomes one matrix: 32 columns of M1, 32 of M2, the next 32
-// of M1, and so on. Where W is no multiple of 32 the last ones are zeros. (The last kernel of this
-// lesson reads it so.)
+// M becomes M1 = x Lr^T and M2 = x Li^T, matrices (E, W), one after the other; with a third layer
+// of blocks also -M2. Or, if `in_turn`, it becomes one matrix: 32 columns of M1, 32 of M2, the next
+// 32 of M1, and so on. Where W is no multiple of 32 the last ones are zeros. (The last kernel of
+// this lesson reads it so.)
 __global__ void __launch_bounds__(kSmallThreads) associate(Operands in, bf16* M, bool in_turn) {
   start_next_kernel();
   extern __shared__ __align__(128) bf16 stages[];
@@ -481,7 +483,7 @@ __global__ void __launch_bounds__(kThreads) associated_features(Operands in, con
 // wgmma_fence() is needed between them: PTX ISA, "wgmma.fence". Gi [-M2 | M1], which is added to a
 // part of these registers, has 128 columns.)
 //
-// The words, from primitives/hopper/tiles.cuh:
+// The words of the product, from primitives/hopper/tiles.cuh:
 //   - Box<bf16, 64>: 64 rows of 64 numbers in shared memory, swizzled: what one copy brings.
 //     LeftTile is the same, as a part of a left factor.
 //   - across_k() says that each row of a box is one k, as in a row-major right factor. If two boxes
@@ -872,9 +874,9 @@ __device__ void add_gradients(GradientSums& sums, const bf16* Gr_tile, const bf1
 //        registers         dM1, dM2, D: E x BN, stay
 //
 // The very tiles of Gr and Gi that were multiplied in 1 are the left factors in 3, transposed by
-// ldmatrix on the way to the registers (load_left_transposed). So each tile is read from memory once
-// and used for both, and P, Q, R and S exist for one tile at a time. They are right factors in 3,
-// whose inner dimension is the vertices.
+// ldmatrix on the way to the registers (load_left_transposed). So each tile is read from memory
+// once and used for both, and P, Q, R and S exist for one tile at a time. They are right factors in
+// 3, whose inner dimension is the vertices.
 //
 // In 1 and 2 a warp has WV x WN elements of the tile, in 3 it has 32 x 32 elements of each sum: 96
 // registers a thread. A warp's results of 2 are read by others, so a barrier stands between 2 and
