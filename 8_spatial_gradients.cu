@@ -45,45 +45,44 @@
 //
 // Instead of products (W, V) x (V, W) these are (E, V) x (V, W), each half the work if E is half of
 // W; the products with x, Lr and Li are small. The products with Gr^T and Gi^T have long sums, but
-// too few results to keep a GPU busy. So the sums over V are cut into slices, as in lesson 7.
+// too few results to keep a GPU busy. So the sums over V are cut into slices, as in lesson 7. The
+// field calls that split-K.
 //
-//     unfused       forward 12, backward 22 library and elementwise kernels, as a framework does it
-//                   (checks/gradients/gradients.cu)
-//     one kernel    a block's rows of xr, xi stay on chip, and Lr, Li stream through it
-//     associated    x, M1, M2 stay on chip, and Gr, Gi stream through it; also backward
-//     Hopper        the same with TMA and wgmma
+//     unfused                forward 12, backward 22 library and elementwise kernels, as a
+//                            framework does it (checks/gradients/gradients.cu)
+//     one kernel             a block's rows of xr, xi stay on chip, and Lr, Li stream through it
+//     associated             x, M1, M2 stay on chip, and Gr, Gi stream through it; also backward
+//     warp specialization    one thread copies by TMA, and groups of four warps multiply by wgmma,
+//                            as in lesson 3: forward each of two has every other tile; backward two
+//                            make P, Q, R and S, and a third one adds up
+//     cluster                two blocks fetch each tile of Gr and Gi once for both
 //
-// All but the last need compute capability 8.0 (bf16 on tensor cores), the last one needs 9.0.
+// The first three need compute capability 8.0 (bf16 on tensor cores), the last two need 9.0. The
+// forward pass comes first, in all of these steps, then the backward pass.
 
+#include <algorithm>
 #include <deque>
 #include <vector>
 
 #include "checks/gradients/gradients.h"
-#include "checks/workspace.h"
 #include "common/lesson.h"
 #include "common/numerics.h"
-#include "operators/gradients/features.cuh"
 #include "primitives/approximate.cuh"
 #include "primitives/async_copy.cuh"
 #include "primitives/early_launch.cuh"
 #include "primitives/fragments.cuh"
+#include "primitives/hopper/block_grid.cuh"
+#include "primitives/hopper/pipeline.cuh"
+#include "primitives/hopper/tiles.cuh"
 #include "primitives/launch.h"
 
 using namespace checks;
-using namespace operators::gradients;
+using namespace primitives;
 
 // E and W are multiples of 8: every row starts at a multiple of 16 bytes.
+using bf16 = __nv_bfloat16;
 using Shape = GradientsShape;
 using Operands = GradientsOperands;
-
-// 1 - tanh(u)^2. Where |tanh(u)| is near 1 that difference would have hardly a digit left. It is
-// the same as 4 e / (1 + e)^2 with e = exp(-2 |u|) <= 1, whose relative error is small for all u:
-// __expf and __fdividef (whose denominator is from 1 to 4 here) are off by a few units in the last
-// place of fp32.
-__device__ float tanh_slope(float u) {
-  const float e = __expf(-2 * fabsf(u));
-  return __fdividef(4 * e, (1 + e) * (1 + e));
-}
 
 // ---- one kernel ---------------------------------------------------------------------------------
 
@@ -92,9 +91,10 @@ __device__ float tanh_slope(float u) {
 // and how long they stay.
 //
 // The words, from primitives/:
-//   - load_left, load_right, Sums, add_product, for_pairs: as in lesson 7. load_right_transposed
-//     takes a factor that lies transposed in shared memory, such as rows of Lr for Lr^T. negate
-//     changes the sign of a left factor.
+//   - load_left loads a warp's fragments of a left factor from a tile to registers, load_right
+//     those of a right factor, and add_product adds their product to Sums, the warp's results in
+//     registers (as in lesson 7). load_right_transposed takes a factor that lies transposed in
+//     shared memory, such as rows of Lr for Lr^T. negate changes the sign of a left factor.
 //   - copy_swizzled starts the copies of a tile. copies_ahead starts those of the next steps, and
 //     its next() waits until those of this step are there (lesson 3's *stages*).
 //   - A lane's results are pairs of neighbours in a row. pair_of is such a pair of the sums, and
@@ -223,10 +223,137 @@ __global__ void __launch_bounds__(kThreads) gradient_features(Operands in) {
 
 // ---- associated: the small products -------------------------------------------------------------
 
-// M1 and M2 are made by `associate`, and backward ends with `finish_backward`: products of matrices
-// with E or W rows. There is so little to do that what counts is how often one waits. So in a block
-// eight warps divide the inner dimension among themselves, and add up at the end: split-K in a
-// block. The kernels are in operators/gradients/small_products.cuh.
+// M1 = x Lr^T and M2 = x Li^T are products with E rows, and backward ends with such products, too.
+// They have few results and long sums. One block for each 64 x 64 results would leave most of the
+// GPU idle, and there is so little to do that what counts is how often one waits. So a block owns
+// only 32 x 32 results, and its eight warps divide the inner dimension among themselves: of a step
+// of 128 of it each warp multiplies 16, for all results. At the end the warps' sums are added up
+// in shared memory. That is split-K in a block. All but one of five steps are under way at once.
+//
+// The words:
+//   - Lies says how a factor lies in memory: as it is, or transposed.
+//   - wait_for_previous_kernel: a kernel that was launched early (launch_early) waits here until
+//     the kernel before it has ended. What it needs of other data it may load before.
+//   - start_next_kernel lets the next kernel start while this one still runs, if that one was
+//     launched early.
+//   - for_pairs visits each pair of a lane's results, add adds four floats to four, and pack4
+//     rounds four floats to 8 bytes.
+enum class Lies { as_it_is, transposed };
+struct Matrix {
+  const bf16* data;
+  int rows, cols;
+};
+
+constexpr int kSmall = 32, kSmallDepth = 128, kSmallStages = 5, kSmallThreads = 256;
+constexpr int kSmallTile = kSmall * kSmallDepth;                           // elements
+constexpr int kSmallBytes = kSmallStages * 2 * kSmallTile * sizeof(bf16);  // 80 KB
+constexpr int kSmallStride = kSmall + 8;  // floats: a warp's rows start in other banks
+static_assert(kSmallThreads / 32 * kSmall * kSmallStride * sizeof(float) <= kSmallBytes);
+
+// Where a thread's four results are, four neighbours in a row:
+__device__ int small_row() { return blockIdx.y * kSmall + threadIdx.x / 8; }
+__device__ int small_col() { return blockIdx.x * kSmall + threadIdx.x % 8 * 4; }
+
+// The sum of the warps' sums, and of `first`.
+__device__ float4 add_warps(void* stages, const Sums<kSmall, kSmall>& sum, float4 first) {
+  float* all = static_cast<float*>(stages);
+  float* mine = all + threadIdx.x / 32 * kSmall * kSmallStride;
+  __syncthreads();  // the tiles have been read
+  for_pairs(sum, 0, 0, kSmall, kSmall, [&](int row, int col, float2 pair) {
+    *reinterpret_cast<float2*>(mine + row * kSmallStride + col) = pair;
+  });
+  __syncthreads();
+  const float* from = all + threadIdx.x / 8 * kSmallStride + threadIdx.x % 8 * 4;
+#pragma unroll
+  for (int warp = 0; warp < kSmallThreads / 32; ++warp) {
+    const float4 quad = *reinterpret_cast<const float4*>(from + warp * kSmall * kSmallStride);
+    add(first, quad);
+  }
+  return first;
+}
+
+// left[0] right[0], and if there are 2 terms, + left[1] right[1]; plus what is at `first`, if that
+// is not null. Either factor may be transposed in memory; `depth` is the inner dimension. If
+// kEarly, the left factors and `first` are results of the kernel before this one, and while it
+// ends, the right ones are on their way.
+template <Lies kLeft, Lies kRight, bool kEarly>
+__device__ float4 small_products(bf16* stages, const Matrix* left, const Matrix* right, int terms,
+                                 int depth, const float* first) {
+  constexpr int kDepth = kSmallDepth, kCopies = kSmallThreads;
+  const int boxes = (depth + kDepth - 1) / kDepth, steps = terms * boxes;
+  const int row0 = blockIdx.y * kSmall, col0 = blockIdx.x * kSmall;
+  const auto stage_of = [&](int step) { return stages + step % kSmallStages * 2 * kSmallTile; };
+  const auto copy_left = [&](int step) {
+    const Matrix a = left[step / boxes];
+    const int k0 = step % boxes * kDepth;
+    if constexpr (kLeft == Lies::transposed) {
+      copy_swizzled<kDepth, kSmall, kCopies>(stage_of(step), a.data, k0, row0, a.rows, a.cols);
+    } else {
+      copy_swizzled<kSmall, kDepth, kCopies>(stage_of(step), a.data, row0, k0, a.rows, a.cols);
+    }
+  };
+  const auto copy_right = [&](int step) {
+    bf16* tile = stage_of(step) + kSmallTile;
+    const Matrix b = right[step / boxes];
+    const int k0 = step % boxes * kDepth;
+    if constexpr (kRight == Lies::transposed) {
+      copy_swizzled<kSmall, kDepth, kCopies>(tile, b.data, col0, k0, b.rows, b.cols);
+    } else {
+      copy_swizzled<kDepth, kSmall, kCopies>(tile, b.data, k0, col0, b.rows, b.cols);
+    }
+  };
+
+  if constexpr (kEarly) {
+    for (int step = 0; step < kSmallStages - 1 && step < steps; ++step) copy_right(step);
+    wait_for_previous_kernel();
+  }
+  const auto copy_step = [&](int step) {
+    if (step >= steps) return;
+    copy_left(step);
+    if (!kEarly || step >= kSmallStages - 1) copy_right(step);
+  };
+  auto ahead = copies_ahead<kSmallStages>(copy_step);
+  const float4 start = first ? *reinterpret_cast<const float4*>(first) : float4{};
+  const int k = threadIdx.x / 32 * 16;
+  Sums<kSmall, kSmall> sum = {};
+  for (int step = 0; step < steps; ++step) {
+    const bf16 *left_tile = stage_of(ahead.next()), *right_tile = left_tile + kSmallTile;
+    unsigned a[kSmall / 16][4], b[kSmall / 16][4];
+    if constexpr (kLeft == Lies::transposed) {
+      load_left_transposed<kSmall>(a, left_tile, 0, k);
+    } else {
+      load_left<kDepth>(a, left_tile, 0, k);
+    }
+    if constexpr (kRight == Lies::transposed) {
+      load_right_transposed<kDepth>(b, right_tile, k, 0);
+    } else {
+      load_right<kSmall>(b, right_tile, k, 0);
+    }
+    add_product(sum, a, b);
+  }
+  return add_warps(stages, sum, start);
+}
+
+// M becomes M1 = x Lr^T and M2 = x Li^T, matrices (E, W), one after the other; with a third layer
+// of blocks also -M2. Or, if `in_turn`, it becomes one matrix: 32 columns of M1, 32 of M2, the next
+// 32 of M1, and so on. Where W is no multiple of 32 the last ones are zeros. (The last kernel of
+// this lesson reads it so.)
+__global__ void __launch_bounds__(kSmallThreads) associate(Operands in, bf16* M, bool in_turn) {
+  start_next_kernel();
+  extern __shared__ __align__(128) bf16 stages[];
+  const Matrix left = {in.x, in.E, in.W}, right = {blockIdx.z == 0 ? in.Lr : in.Li, in.W, in.W};
+  const float4 sum = small_products<Lies::as_it_is, Lies::transposed, false>(stages, &left, &right,
+                                                                             1, in.W, nullptr);
+  const int row = small_row(), col = small_col();
+  if (row >= in.E || (col >= in.W && !in_turn)) return;
+  const int64_t of_row = in_turn ? 2 * kSmall * gridDim.x : in.W;
+  const int64_t first = in_turn
+                            ? 2 * kSmall * blockIdx.x + kSmall * blockIdx.z
+                            : static_cast<int64_t>(blockIdx.z) * in.E * in.W + kSmall * blockIdx.x;
+  const float sign = blockIdx.z == 2 ? -1 : 1;
+  *reinterpret_cast<uint2*>(M + first + row * of_row + col % kSmall) =
+      pack4<bf16>(make_float4(sign * sum.x, sign * sum.y, sign * sum.z, sign * sum.w));
+}
 
 // ---- associated: forward ------------------------------------------------------------------------
 
@@ -330,7 +457,327 @@ __global__ void __launch_bounds__(kThreads) associated_features(Operands in, con
   }
 }
 
+// ---- warp specialization: forward ---------------------------------------------------------------
+
+// The same products, six of them, but now the warps of a block have roles. One thread only copies.
+// Two warpgroups, the consumers, only multiply, and compute and store the results. (A warpgroup is
+// four warps, 128 threads, which start a wgmma together.) What does that change?
+//
+//   - *associated* starts its copies, waits for them and multiplies in the same threads, so each
+//     warp spends instructions on copies. Here the copy engine (TMA) copies a whole box for one
+//     instruction of one thread.
+//   - One instruction wgmma multiplies 64 x 16 by 16 x 128, and reads its right factor where it
+//     lies in shared memory. *associated* has ldmatrix bring each right factor to the registers of
+//     each warp.
+//   - The consumers take every other tile. While one of them computes tanh and stores, the other
+//     one has the tensor cores to itself. The field calls that ping-pong.
+//
+// For 64 rows and 64 columns of out there are four sums of 64 x 64, 128 registers of each thread of
+// a warpgroup: xr, xi, ar and ai. Two right factors side by side make one product of 128 columns
+// out of two of 64. For that -M2 is a factor of its own:
+//
+//     [ar | ai] = Gr [M1 | M2] + Gi [-M2 | M1],   xr = Gr x,   xi = Gi x
+//
+// (Could Gr [M1 | M2 | x] be one product of 192 columns in place of two? Products that are added to
+// the same registers may follow each other at once only if all have the same shape. Otherwise a
+// wgmma_fence() is needed between them: PTX ISA, "wgmma.fence". Gi [-M2 | M1], which is added to a
+// part of these registers, has 128 columns.)
+//
+// The words of the product, from primitives/hopper/tiles.cuh:
+//   - Box<bf16, 64>: 64 rows of 64 numbers in shared memory, swizzled: what one copy brings.
+//     LeftTile is the same, as a part of a left factor.
+//   - across_k() says that each row of a box is one k, as in a row-major right factor. If two boxes
+//     lie next to each other, wgmma reads them as one right factor of 128 columns.
+//   - LeftFragments: a thread's part of a left factor in its registers; load_fragments() loads it.
+//   - Sum<128>: a warpgroup's sum of 64 rows and 128 columns. A thread has 64 elements of it.
+//   - multiply_slice multiplies 16 of k, a slice. wgmma_fence comes before the first product,
+//     wgmma_commit after the last one, and wgmma_wait<0> waits until all are done.
+
+// E comes in two steps of 64. What E does not fill is zero: the copy engine writes zeros for what
+// is outside of a matrix.
+constexpr int kSteps = 2, kMostEigen = kSteps * kStepK;
+constexpr int kRows = 64;  // of a tile: vertices
+
+// 64 rows of Gr and Gi.
+struct TangentTile {
+  LeftTile<bf16, kRows> Gr[kSteps], Gi[kSteps];
+};
+// 64 rows (of E) and 64 columns of each right factor. The order matters: [M1 | M2] and [-M2 | M1]
+// are neighbours.
+struct RightFactors {
+  Box<bf16, kStepK> minus_M2, M1, M2, x;
+};
+// What a block has in shared memory: its columns, in one or two groups of 64, for each group and
+// consumer a box of results, and two stages of tiles. `loaded` is where a group's copies arrive.
+struct ForwardShared {
+  RightFactors right[2][kSteps];
+  Box<bf16, kRows> out[2][2];  // [consumer][group]
+  Pipeline<TangentTile, 2> stages;
+  Barrier loaded[2];
+};
+constexpr int kForwardThreads = 384;
+
+// Row-major matrices as the copy engine sees them, in boxes of 64 x 64.
+struct ForwardMaps {
+  CUtensorMap Gr, Gi, minus_M2, M1, M2, x, out;
+};
+
+#if HOPPER_CODE
+
+// A thread's elements of a warpgroup's four sums. ar(i), ai(i), xr(i) and xi(i) belong to the same
+// vertex and feature. So the thread computes the result of this element without any other thread.
+struct Gradients {
+  Sum<128> a;  // [ar | ai]
+  Sum<64> r, i;
+
+  __device__ float& ar(int e) { return a.elements[e]; }
+  __device__ float& ai(int e) { return a.elements[32 + e]; }
+  __device__ float& xr(int e) { return r.elements[e]; }
+  __device__ float& xi(int e) { return i.elements[e]; }
+};
+
+// All six products of a tile. Its left factors are in registers. If wgmma took them from shared
+// memory, it would read each of them again for each right factor, and shared memory has no
+// bandwidth to spare.
+__device__ void multiply_tile(Gradients& sums, const LeftFragments<bf16> (&Gr)[kSteps],
+                              const LeftFragments<bf16> (&Gi)[kSteps],
+                              const RightFactors (&right)[kSteps]) {
+  wgmma_fence();
+#pragma unroll
+  for (int step = 0; step < kSteps; ++step) {
+#pragma unroll
+    for (int slice = 0; slice < kSlices; ++slice) {
+      const bool add = step > 0 || slice > 0;  // the first product is assigned
+      multiply_slice(sums.a.elements, Gr[step], right[step].M1.across_k(), slice, add);
+      multiply_slice(sums.r.elements, Gr[step], right[step].x.across_k(), slice, add);
+      multiply_slice(sums.a.elements, Gi[step], right[step].minus_M2.across_k(), slice, true);
+      multiply_slice(sums.i.elements, Gi[step], right[step].x.across_k(), slice, add);
+    }
+  }
+  wgmma_commit();
+  wgmma_wait<0>();
+}
+
+// Starts the copies of a block's columns of x, M1, -M2 and M2, from col0 on. While `associate`
+// still makes M1 and M2, x is already on its way. The first group can be multiplied while the
+// second one comes.
+__device__ void load_right_factors(ForwardShared& shared, const ForwardMaps& maps, int groups,
+                                   int col0) {
+  for (int group = 0; group < groups; ++group) {
+    barrier_arrive_expect(&shared.loaded[group], sizeof shared.right[group]);
+    for (int step = 0; step < kSteps; ++step) {
+      tensor_load(&shared.right[group][step].x, &maps.x, kStepK * step, col0 + 64 * group,
+                  &shared.loaded[group]);
+    }
+  }
+  wait_for_previous_kernel();  // associate
+  for (int group = 0; group < groups; ++group) {
+    Barrier* loaded = &shared.loaded[group];
+    for (int step = 0; step < kSteps; ++step) {
+      RightFactors& to = shared.right[group][step];
+      const int row = kStepK * step, col = col0 + 64 * group;
+      tensor_load(&to.minus_M2, &maps.minus_M2, row, col, loaded);
+      tensor_load(&to.M1, &maps.M1, row, col, loaded);
+      tensor_load(&to.M2, &maps.M2, row, col, loaded);
+    }
+  }
+}
+
+// The blocks that share tiles, one beside the other in the grid: gridDim.x of them. Here that is 1,
+// in the next kernel 1 or 2. Each warp gives a stage back for itself, as soon as it has read it.
+using Cluster = BlockRow<Releases::warp>;
+
+// What a consumer does. Consumer 0 has the block's tiles 0, 2, 4 and so on, consumer 1 the others,
+// and there are two stages: so each consumer has a stage of its own, and goes on by two.
+//
+//   - Reader: wait() waits until the copies of the next stage have arrived, give_back() says that
+//     it may be filled again, and next(2) goes on.
+//   - named_barrier: a barrier of this consumer's 128 threads alone.
+//   - shared_fence: what threads have written to shared memory, the copy engine sees after it.
+//   - tensor_store starts a copy to memory. tensor_store_wait_read<1> waits until the copy engine
+//     has read all but the newest one, so that the other box may be written again.
+__device__ __forceinline__ void make_features(ForwardShared& shared, const ForwardMaps& maps,
+                                              const Cluster& cluster, int tiles, int groups,
+                                              int col0) {
+  const int consumer = threadIdx.x / 128 - 1, thread = threadIdx.x % 128;
+  const int stride = gridDim.y, first = blockIdx.y + consumer * stride;
+  Reader reader(shared.stages, cluster);
+  reader.next(consumer);
+  int stored = 0;
+  for (int tile = first; tile < tiles; tile += 2 * stride) {
+    const TangentTile& from = reader.wait();
+    LeftFragments<bf16> Gr[kSteps], Gi[kSteps];
+#pragma unroll
+    for (int step = 0; step < kSteps; ++step) {
+      Gr[step] = from.Gr[step].load_fragments();
+      Gi[step] = from.Gi[step].load_fragments();
+    }
+#pragma unroll 1
+    for (int group = 0; group < groups; ++group, ++stored) {
+      if (tile == first) barrier_wait(&shared.loaded[group], 0);
+      Gradients sums;
+      multiply_tile(sums, Gr, Gi, shared.right[group]);
+      // Not before this product: the loads of fragments may still be under way when the stage is
+      // given back, and then it would be overwritten too early. A product that has used the
+      // fragments proves that they are there.
+      if (group == 0) reader.give_back();
+      Sum<64> out;
+#pragma unroll
+      for (int e = 0; e < 32; ++e) {
+        out.elements[e] = tanh_approximate(sums.xr(e) * sums.ar(e) + sums.xi(e) * sums.ai(e));
+      }
+      if (thread == 0) tensor_store_wait_read<1>();
+      named_barrier(1 + consumer, 128);
+      Box<bf16, kRows>& box = shared.out[consumer][stored % 2];
+      out.store(box, 0, [&](int e) { return out.elements[e]; });
+      shared_fence();
+      named_barrier(1 + consumer, 128);
+      if (thread == 0) {
+        tensor_store(&maps.out, kRows * tile, col0 + 64 * group, &box);
+        tensor_store_commit();
+      }
+    }
+    reader.next(2);
+  }
+  if (thread == 0) tensor_store_wait_read<0>();
+}
+
+#endif  // HOPPER_CODE
+
+// As in *associated*, blocks stay, and take tile after tile (they are persistent). There is one
+// block on each multiprocessor. It has up to 128 KB of right factors, two groups of 64 columns, and
+// two stages for tiles of Gr and Gi. A tile comes once for both groups: its fragments stay in 64
+// registers of each thread, so that its stage is free again early. The thread that copies needs few
+// registers. So its four warps give registers back, and the consumers take them.
+//
+//   - Writer: put() waits until the next stage is free, says at its barrier how many bytes will
+//     come, and starts the copies. prepare() prepares the stages' barriers.
+//   - ForwardShared lies in shared memory that the launch asks for. wgmma and the copy engine want
+//     it at a multiple of 1024 bytes.
+//   - registers_shrink_to, registers_grow_to: how many registers each thread of a warpgroup has
+//     from here on.
+//
+//     block (0, y, z)    columns 64 groups z and on, tiles y, y + gridDim.y and so on
+//     thread 0           copies tile after tile to the two stages in turn, by Writer::put
+//     warpgroup 1        the block's first, third, fifth tile: products, tanh, store
+//     warpgroup 2        its second, fourth, sixth tile
+__global__ void __launch_bounds__(kForwardThreads, 1)
+    specialized_features(const __grid_constant__ ForwardMaps maps, int V, int groups) {
+#if HOPPER_CODE
+  extern __shared__ __align__(1024) char bytes[];
+  ForwardShared& shared = *reinterpret_cast<ForwardShared*>(bytes);
+  const Cluster cluster;
+  const int tiles = ceil_div(V, kRows), first = blockIdx.y, stride = gridDim.y;
+  const int col0 = 64 * groups * blockIdx.z;
+  if (threadIdx.x == 0) {
+    for (Barrier& each : shared.loaded) barrier_init(&each, 1);
+    prepare(shared.stages, 4);  // the warps of a consumer give a stage back
+  }
+  __syncthreads();
+
+  if (threadIdx.x < 128) {
+    registers_shrink_to<40>();
+    if (threadIdx.x == 0) {
+      Writer writer(shared.stages);
+      for (int tile = first; tile < tiles; tile += stride) {
+        writer.put([&](TangentTile& to, Barrier* arrived) {
+          for (int step = 0; step < kSteps; ++step) {
+            tensor_load(&to.Gr[step], &maps.Gr, kRows * tile, kStepK * step, arrived);
+            tensor_load(&to.Gi[step], &maps.Gi, kRows * tile, kStepK * step, arrived);
+          }
+        });
+        if (tile == first) load_right_factors(shared, maps, groups, col0);
+      }
+    }
+  } else {
+    registers_grow_to<232>();
+    make_features(shared, maps, cluster, tiles, groups, col0);
+  }
+#endif
+}
+
+// ---- cluster: forward ---------------------------------------------------------------------------
+
+// With W = 256 two blocks have all columns. In *warp specialization* each of them fetches the same
+// tiles of Gr and Gi from the L2 cache. Here the two are a cluster: they run at the same time, and
+// one copy can arrive in the shared memory of both (multicast). One block fetches Gr for both, the
+// other one Gi. So only half as much comes from the L2 cache.
+//
+// For that a stage must be free in both blocks before either copies to it. So each consumer's warps
+// tell both blocks when they have read a stage, and a stage is given back by twice as many
+// arrivals. At the end a block waits in finish() until nobody sends it anything any more.
+//
+// There are no larger clusters: of clusters of four no more than about 30 find room on a GPU of 132
+// multiprocessors, and the other multiprocessors would have no work.
+//
+//   - tensor_load_multicast copies to all blocks of the cluster whose bits are set in all(). The
+//     copy arrives at the same place, and at the same barrier, of each.
+//   - meet() is a barrier of all threads of the cluster: nobody may send anything to a block whose
+//     barriers are not prepared yet.
+//   - cluster.rank is this block's number in its cluster, and cluster.blocks is how many there are.
+//     (Where one block has all W columns, it is alone, and fetches both, Gr and Gi.)
+#if HOPPER_CODE
+// Of 64 rows and 64 columns of Gr and Gi, what this block fetches for all of its cluster: Gr if it
+// is the first one, Gi if it is the last one.
+template <class AnyCluster>
+__device__ void load_share(TangentTile& to, const CUtensorMap& Gr, const CUtensorMap& Gi, int tile,
+                           const AnyCluster& cluster, Barrier* arrived) {
+  for (int step = 0; step < kSteps; ++step) {
+    if (cluster.rank == 0) {
+      tensor_load_multicast(&to.Gr[step], &Gr, kRows * tile, kStepK * step, arrived, cluster.all());
+    }
+    if (cluster.rank == cluster.blocks - 1) {
+      tensor_load_multicast(&to.Gi[step], &Gi, kRows * tile, kStepK * step, arrived, cluster.all());
+    }
+  }
+}
+#endif
+
+__global__ void __launch_bounds__(kForwardThreads, 1)
+    cluster_features(const __grid_constant__ ForwardMaps maps, int V, int groups) {
+#if HOPPER_CODE
+  extern __shared__ __align__(1024) char bytes[];
+  ForwardShared& shared = *reinterpret_cast<ForwardShared*>(bytes);
+  const Cluster cluster;
+  const int tiles = ceil_div(V, kRows), first = blockIdx.y, stride = gridDim.y;
+  const int col0 = 64 * groups * (cluster.blocks * blockIdx.z + cluster.rank);
+  if (threadIdx.x == 0) {
+    for (Barrier& each : shared.loaded) barrier_init(&each, 1);
+    prepare(shared.stages, 4 * cluster.blocks);  // the warps of a consumer in each block
+  }
+  cluster.meet();
+
+  if (threadIdx.x < 128) {
+    registers_shrink_to<40>();
+    if (threadIdx.x == 0) {
+      Writer writer(shared.stages);
+      for (int tile = first; tile < tiles; tile += stride) {
+        writer.put([&](TangentTile& to, Barrier* arrived) {
+          load_share(to, maps.Gr, maps.Gi, tile, cluster, arrived);
+        });
+        if (tile == first) load_right_factors(shared, maps, groups, col0);
+      }
+      writer.finish();
+    }
+  } else {
+    registers_grow_to<232>();
+    make_features(shared, maps, cluster, tiles, groups, col0);
+  }
+#endif
+}
+
 // ---- associated: backward -----------------------------------------------------------------------
+
+// 1 - tanh(u)^2. Where |tanh(u)| is near 1 that difference would have hardly a digit left. It is
+// the same as 4 e / (1 + e)^2 with e = exp(-2 |u|) <= 1, whose relative error is small for all u:
+// 4 e is computed as a power of 2, and it and the quotient are off by a few units in the last place
+// of fp32. A result below 2^-126 becomes 0.
+__device__ float tanh_slope(float u) {
+  constexpr float kLog2E = 1.44269504f;
+  const float four_e = exp2_approximate(2 - 2 * kLog2E * fabsf(u));
+  const float inverse = reciprocal_approximate(1 + four_e / 4);
+  return inverse * (four_e * inverse);
+}
 
 // xr, xi, ar and ai are computed again, at the cost of the forward pass. If that pass saved them,
 // it would write 2 KB a vertex, and this one would read them: four times as many bytes as Gr and Gi
@@ -356,7 +803,9 @@ struct BackwardTiles {
   }
 };
 
-// P, Q, R, S from a warp's sums and dOut, rounded, into their tiles in shared memory.
+// P, Q, R, S from a warp's sums and dOut, rounded, into their tiles in shared memory, which lie one
+// after the other in this order.
+constexpr int kP = 0, kQ = 1, kR = 2, kS = 3;
 template <int BV, int BN, int WV, int WN>
 __device__ void leave_products(bf16* products, const WarpSums<WV, WN>& sums, bf16* d_out_tile,
                                int row, int col) {
@@ -373,10 +822,10 @@ __device__ void leave_products(bf16* products, const WarpSums<WV, WN>& sums, bf1
         *pair_in<BN>(products + which * BV * BN, row, col, i, j) =
             pack2<bf16>(g.x * factor.x, g.y * factor.y);
       };
-      leave(0, xr);
-      leave(1, xi);
-      leave(2, ar);
-      leave(3, ai);
+      leave(kP, xr);
+      leave(kQ, xi);
+      leave(kR, ar);
+      leave(kS, ai);
     }
   }
 }
@@ -396,74 +845,93 @@ __device__ void add_gradients(GradientSums& sums, const bf16* Gr_tile, const bf1
     load_left_transposed<kBox>(gr, Gr_tile, row, k);
     load_left_transposed<kBox>(gi, Gi_tile, row, k);
     negate(minus_gi, gi);
-    load_right<BN>(right, products, k, col);  // P
+    load_right<BN>(right, products + kP * BV * BN, k, col);
     add_product(sums.dM1, gr, right);
     add_product(sums.dM2, minus_gi, right);
-    load_right<BN>(right, products + BV * BN, k, col);  // Q
+    load_right<BN>(right, products + kQ * BV * BN, k, col);
     add_product(sums.dM1, gi, right);
     add_product(sums.dM2, gr, right);
-    load_right<BN>(right, products + 2 * BV * BN, k, col);  // R
+    load_right<BN>(right, products + kR * BV * BN, k, col);
     add_product(sums.D, gr, right);
-    load_right<BN>(right, products + 3 * BV * BN, k, col);  // S
+    load_right<BN>(right, products + kS * BV * BN, k, col);
     add_product(sums.D, gi, right);
   }
 }
 
 // partials (slices, 3, E, W): dM1, dM2 and D, summed up over every gridDim.y-th tile of BV
-// vertices.
+// vertices. Block (i, slice) owns BN columns of x, M1, M2 and of the sums. One tile's way:
 //
-// Block (i, slice) owns BN columns of x, M1, M2 and of the sums. Per tile it computes xr, xi, ar,
-// ai in registers as above, then u and g, and leaves P, Q, R, S in shared memory: right factors,
-// whose inner dimension is the vertices. The left factors are Gr^T and Gi^T, from the very tiles of
-// Gr and Gi that were multiplied before, transposed by ldmatrix. So each tile is read from memory
-// once and used for both, and P, Q, R and S exist for one tile at a time. The sums, 96 registers a
-// thread, stay until the slice ends; then a kernel adds them up, as in lesson 7.
+//     copied           Gr, Gi: BV rows            dOut: BV x BN      x, M1, M2: E x BN, stay
+//                        |       |                  |                  |
+//     1. multiply        |       +--- Gr x, ... ----|------------------+
+//                        |                |         |
+//        registers       |         xr, xi, ar, ai   |
+//     2. u, g            |                +---------+
+//        shared memory   |           P, Q, R, S: BV x BN
+//                        |                |
+//     3. multiply        +-- Gr^T P, ... -+
+//                                |
+//        registers         dM1, dM2, D: E x BN, stay
+//
+// The very tiles of Gr and Gi that were multiplied in 1 are the left factors in 3, transposed by
+// ldmatrix on the way to the registers (load_left_transposed). So each tile is read from memory
+// once and used for both, and P, Q, R and S exist for one tile at a time. They are right factors in
+// 3, whose inner dimension is the vertices.
+//
+// In 1 and 2 a warp has WV x WN elements of the tile, in 3 it has 32 x 32 elements of each sum: 96
+// registers a thread. A warp's results of 2 are read by others, so a barrier stands between 2 and
+// 3. The barrier in next() stands between 3 and the next tile's 2. At the end each slice leaves its
+// sums, and add_slices adds them up.
 template <typename Tiles>
 __global__ void __launch_bounds__(Tiles::kThreads, Tiles::kBlocksPerSM)
     accumulate_backward(Operands in, const bf16* M, float* partials) {
   constexpr int BV = Tiles::BV, BN = Tiles::BN, WV = Tiles::WV, WN = Tiles::WN;
   constexpr int kStages = Tiles::kStages, kBlockThreads = Tiles::kThreads;
   extern __shared__ __align__(128) bf16 tiles[];
-  const int warp = threadIdx.x / 32;
   const int boxes = boxes_of(in.E), w0 = blockIdx.x * BN;
-  const int tangent = boxes * kBox * BV;
+  const int64_t tile_count = (in.V + BV - 1) / BV;
   bf16* right_tiles = tiles;
   bf16* stages = right_tiles + 3 * boxes * kBox * BN;
   bf16* products = stages + kStages * Tiles::stage(in.E);
-  const int64_t tile_count = (in.V + BV - 1) / BV;
-  const auto stage_of = [&](int step) { return stages + step % kStages * Tiles::stage(in.E); };
+  struct Stage {
+    bf16 *Gr, *Gi, *d_out;  // Gr and Gi in boxes of 64 columns
+  };
+  const auto stage_of = [&](int step) {
+    bf16* Gr = stages + step % kStages * Tiles::stage(in.E);
+    bf16* Gi = Gr + boxes * kBox * BV;
+    return Stage{Gr, Gi, Gi + boxes * kBox * BV};
+  };
   const auto copy_step = [&](int step) {
     const int64_t tile = blockIdx.y + static_cast<int64_t>(step) * gridDim.y;
-    if (tile < tile_count) {
-      bf16* Gr_tiles = stage_of(step);
-      bf16* Gi_tiles = Gr_tiles + tangent;
-      for (int box = 0; box < boxes; ++box) {
-        const int at = box * kBox * BV, e = box * kBox;
-        copy_swizzled<BV, kBox, kBlockThreads>(Gr_tiles + at, in.Gr, tile * BV, e, in.V, in.E);
-        copy_swizzled<BV, kBox, kBlockThreads>(Gi_tiles + at, in.Gi, tile * BV, e, in.V, in.E);
-      }
-      copy_swizzled<BV, BN, kBlockThreads>(Gi_tiles + tangent, in.d_out, tile * BV, w0, in.V, in.W);
+    if (tile >= tile_count) return;
+    const Stage to = stage_of(step);
+    for (int box = 0; box < boxes; ++box) {
+      const int at = box * kBox * BV, e = box * kBox;
+      copy_swizzled<BV, kBox, kBlockThreads>(to.Gr + at, in.Gr, tile * BV, e, in.V, in.E);
+      copy_swizzled<BV, kBox, kBlockThreads>(to.Gi + at, in.Gi, tile * BV, e, in.V, in.E);
     }
+    copy_swizzled<BV, BN, kBlockThreads>(to.d_out, in.d_out, tile * BV, w0, in.V, in.W);
   };
 
   copy_right_factors<BN, kBlockThreads>(right_tiles, in, M, w0);
   auto ahead = copies_ahead<kStages>(copy_step);
+  const int warp = threadIdx.x / 32;
   const int row = warp / (BN / WN) * WV, col = warp % (BN / WN) * WN;  // in the tile
   const int sum_row = warp / (BN / 32) * 32, sum_col = warp % (BN / 32) * 32;
   GradientSums sums;
   for (int64_t tile = blockIdx.y; tile < tile_count; tile += gridDim.y) {
-    bf16 *Gr_tiles = stage_of(ahead.next()), *Gi_tiles = Gr_tiles + tangent;
+    const Stage from = stage_of(ahead.next());
     WarpSums<WV, WN> tile_sums;
-    for (int box = 0; box < boxes; ++box) {
+    for (int box = 0; box < boxes; ++box) {  // 1
       const int left = box * kBox * BV;
-      add_associated<BN>(tile_sums, Gr_tiles + left, Gi_tiles + left,
+      add_associated<BN>(tile_sums, from.Gr + left, from.Gi + left,
                          right_tiles + 3 * box * kBox * BN, row, col);
     }
-    leave_products<BV, BN>(products, tile_sums, Gi_tiles + tangent, row, col);
+    leave_products<BV, BN>(products, tile_sums, from.d_out, row, col);  // 2
     __syncthreads();
-    if (sum_row < in.E) {
+    if (sum_row < in.E) {  // 3
       const int left = sum_row / kBox * kBox * BV;
-      add_gradients<BV, BN>(sums, Gr_tiles + left, Gi_tiles + left, products, sum_row % kBox,
+      add_gradients<BV, BN>(sums, from.Gr + left, from.Gi + left, products, sum_row % kBox,
                             sum_col);
     }
   }
@@ -479,44 +947,318 @@ __global__ void __launch_bounds__(Tiles::kThreads, Tiles::kBlocksPerSM)
   store(sums.D, 2);
 }
 
-// launch_rest of operators/gradients/small_products.cuh does the rest: its add_slices (not lesson
-// 7's) adds up the partial sums, and finish_backward multiplies them with x, Lr and Li.
+// dM (2, E, W) = dM1, dM2 in bf16, as factors of the last products, and D (E, W) in fp32: the sums
+// of the partial sums, in the same order in every run. A thread owns 4 neighbours, and every
+// kSliceWarps-th slice of them: what counts is that all loads are on their way at once.
+constexpr int kSliceWarps = 4;
+__global__ void __launch_bounds__(32 * kSliceWarps)
+    add_slices(const float* partials, int slices, bf16* dM, float* D, size_t count) {
+  wait_for_previous_kernel();
+  start_next_kernel();
+  __shared__ float4 sums[kSliceWarps][32];
+  const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
+  const size_t i = (static_cast<size_t>(blockIdx.x) * 32 + lane) * 4;
+  const bool inside = i < 3 * count;
+  float4 sum = {};
+#pragma unroll 8
+  for (int slice = inside ? warp : slices; slice < slices; slice += kSliceWarps) {
+    const float4 quad = *reinterpret_cast<const float4*>(partials + slice * 3 * count + i);
+    add(sum, quad);
+  }
+  sums[warp][lane] = sum;
+  __syncthreads();
+  if (warp > 0 || !inside) return;
+  for (int other = 1; other < kSliceWarps; ++other) {
+    const float4 quad = sums[other][lane];
+    add(sum, quad);
+  }
+  if (i < 2 * count) {
+    *reinterpret_cast<uint2*>(dM + i) = pack4<bf16>(sum);
+  } else {
+    *reinterpret_cast<float4*>(D + i - 2 * count) = sum;
+  }
+}
 
-// ---- Hopper -------------------------------------------------------------------------------------
+// dLr = dM1^T x, dLi = dM2^T x, dx = D + dM1 Lr + dM2 Li: the small products again; blockIdx.z says
+// which.
+__global__ void __launch_bounds__(kSmallThreads)
+    finish_backward(Operands in, const bf16* dM, const float* D) {
+  extern __shared__ __align__(128) bf16 stages[];
+  const bool is_dx = blockIdx.z == 2;
+  const int rows = is_dx ? in.E : in.W, row = small_row(), col = small_col();
+  if (static_cast<int>(blockIdx.y) * kSmall >= rows) return;
+  const Matrix dM1 = {dM, in.E, in.W}, dM2 = {dM + static_cast<size_t>(in.E) * in.W, in.E, in.W};
+  const bool inside = row < rows && col < in.W;
+  const size_t at = static_cast<size_t>(row) * in.W + col;
+  float4 sum;
+  if (is_dx) {
+    const Matrix left[2] = {dM1, dM2}, right[2] = {{in.Lr, in.W, in.W}, {in.Li, in.W, in.W}};
+    sum = small_products<Lies::as_it_is, Lies::as_it_is, true>(stages, left, right, 2, in.W,
+                                                               inside ? D + at : nullptr);
+  } else {
+    const Matrix left = blockIdx.z == 0 ? dM1 : dM2, right = {in.x, in.E, in.W};
+    sum = small_products<Lies::transposed, Lies::as_it_is, true>(stages, &left, &right, 1, in.E,
+                                                                 nullptr);
+  }
+  bf16* to = is_dx ? in.d_x : blockIdx.z == 0 ? in.d_Lr : in.d_Li;
+  if (inside) *reinterpret_cast<uint2*>(to + at) = pack4<bf16>(sum);
+}
 
-// Associated, once more, in the words of primitives/hopper/tiles.cuh. For 64 rows and 64 columns
-// of out there are four sums of 64 x 64: xr, xi, ar and ai. These are 128 registers of each thread
-// of a warpgroup. Two right factors side by side make one product of 128 columns out of two of 64.
-// For that -M2 is a factor of its own:
+// ---- warp specialization: backward --------------------------------------------------------------
+
+// *associated* does one after the other: products, tanh, products. While its warps compute P, Q, R
+// and S, the tensor cores have little to do. Here four warpgroups work like an assembly line, and
+// each has one role:
 //
-//     [ar | ai] = Gr [M1 | M2] + Gi [-M2 | M1],   xr = Gr x,   xi = Gi x
+//     warpgroup 0       one thread copies tiles of Gr, Gi and dOut to three stages
+//     warpgroups 1, 2   the makers. Each multiplies a tile by its 32 of the block's 64 columns of
+//                       x, M1 and M2, computes P, Q, R and S, and leaves them in shared memory
+//     warpgroup 3       multiplies these by Gr^T and Gi^T, and keeps the sums in its registers
 //
-// (Could Gr [M1 | M2 | x] be one product of 192 columns in place of two? Products that are added to
-// the same registers may follow each other at once only if all have the same shape. Otherwise a
-// wgmma_fence() is needed between them: PTX ISA, "wgmma.fence". Gi [-M2 | M1], which is added to a
-// part of these registers, has 128 columns. With the fence between them the kernel took 1.5 times
-// as long; measured, but not recorded in `results/`.)
+// So while tile t is added to the sums, the makers work on tile t + 1, and tile t + 2 is copied:
 //
-// The two blocks of a cluster share rows. Each has its own columns. One fetches Gr for both, the
-// other one Gi. (If one block has all columns, it fetches both.) There are no larger clusters: of
-// clusters of four no more than about 30 find room on a GPU of 132 multiprocessors, and the other
-// multiprocessors would have no work. W is cut into slabs of as many columns as a cluster has, and
-// each cluster belongs to one slab. E comes in steps of 64, one after the other, through a ring of
-// stages. Forward a stage has two steps, which are called a segment. What a step brings, and how it
-// is loaded, is in operators/gradients/tiles.cuh.
+//     copies     tile 2            tile 3            tile 4
+//     makers     tile 1: P Q R S   tile 2: P Q R S   tile 3: P Q R S
+//     sums       += tile 0         += tile 1         += tile 2
 //
-// This row is the operator that a program would call. Forward, a block keeps its columns of x, M1,
-// -M2 and M2. Of the tiles of 64 rows of Gr and Gi each of two warpgroups takes every other one:
-// while one computes tanh and writes, the other has the tensor cores to itself. That kernel is
-// hopper_features in operators/gradients/forward.cuh. Backward three warpgroups work like an
-// assembly line. Two make P, Q, R and S. The third multiplies these by Gr^T and Gi^T, and keeps the
-// sums. That kernel is hopper_accumulate_backward in operators/gradients/backward.cuh.
+// To make P, Q, R and S from the sums takes as long as the products before it, or longer. With one
+// maker the tensor cores would wait; while one of two makers computes, the other one multiplies.
+//
+// The sums of a block are E x 64 of each of dM1, D and dM2,
+//
+//     [dM1 | D | dM2] += Gr^T [P | R | Q] + Gi^T [Q | S | -P]
+//
+// in 192 registers of a thread. Shared memory is nearly as busy as the tensor cores. So the three
+// products with Gr^T are one instruction of 192 columns, which reads its rows of Gr^T once. For
+// that P, R, Q, S and -P lie side by side: both right factors are three neighbours of these.
+//
+// The words:
+//   - A left factor may come from shared memory, too: rows(0) says that a row of it is a row of the
+//     factor, and across_k() that a column is. So Gr^T needs no copy: wgmma transposes.
+//   - `made` and `added` are barriers around P, Q, R and S. All 256 threads of the makers arrive at
+//     `made` when they have written their part of a tile. One thread of warpgroup 3 arrives at
+//     `added` when the tile is in its sums. A barrier's phases have parity 0, 1, 0 and so on.
+//   - Two blocks are a cluster and share each tile of Gr and Gi, as forward.
+//   - Sum<32>::load_pairs loads a thread's elements of dOut, in pairs.
+
+// 64 rows (of E) and 32 columns of each right factor. wgmma reads 96 columns as one: [M1 | M2 | x].
+struct BackwardFactors {
+  Box<bf16, kStepK> M1_M2, x;  // of this x the first 32 columns
+};
+struct BackwardStage {
+  TangentTile tangents;
+  Box<bf16, kRows> d_out;
+};
+struct BackwardShared {
+  BackwardFactors right[2][kSteps];  // [maker]
+  Pipeline<BackwardStage, 3> stages;
+  Box<bf16, kRows> products[5];  // P, R, Q, S, -P: 64 columns of each
+  Barrier made, added, loaded[2];
+};
+constexpr int kBackwardThreads = 512, kBackwardCols = 64;
+
+// M1_M2: 32 columns of either in turn, as `associate` leaves them.
+struct BackwardMaps {
+  CUtensorMap Gr, Gi, M1_M2, x, d_out;
+};
+
+#if HOPPER_CODE
+
+using BackwardCluster = BlockRow<Releases::warpgroup>;  // one thread speaks for a warpgroup
+
+// A maker's sums of 64 vertices and 32 features: Gr [M1 | M2 | x] and Gi [M1 | M2 | x], 96
+// registers of a thread, of which combine() makes ar and ai. That is half as many registers again
+// for a feature as forward. But M1 and M2 are on chip only once, and a left factor from shared
+// memory is read once for all three right ones. (128 registers do not suffice for fragments of left
+// factors as well.)
+struct MakerSums {
+  Sum<96> by_gr, by_gi;
+
+  __device__ float& ar(int e) { return by_gr.elements[e]; }
+  __device__ float& ai(int e) { return by_gr.elements[16 + e]; }
+  __device__ float& xr(int e) { return by_gr.elements[32 + e]; }
+  __device__ float& xi(int e) { return by_gi.elements[32 + e]; }
+
+  __device__ void multiply(const TangentTile& left, const BackwardFactors (&right)[kSteps]) {
+    wgmma_fence();
+#pragma unroll
+    for (int step = 0; step < kSteps; ++step) {
+      const AcrossK<bf16> all = right[step].M1_M2.across_k();  // [M1 | M2 | x]
+#pragma unroll
+      for (int slice = 0; slice < kSlices; ++slice) {
+        const bool add = step > 0 || slice > 0;
+        multiply_slice(by_gr.elements, left.Gr[step].rows(0), all, slice, add);
+        multiply_slice(by_gi.elements, left.Gi[step].rows(0), all, slice, add);
+      }
+    }
+    wgmma_commit();
+    wgmma_wait<0>();
+  }
+  // ar = Gr M1 - Gi M2, ai = Gr M2 + Gi M1
+  __device__ void combine() {
+#pragma unroll
+    for (int e = 0; e < 16; ++e) {
+      ar(e) -= by_gi.elements[16 + e];
+      ai(e) += by_gi.elements[e];
+    }
+  }
+  // R, S, P, Q in the place of ar, ai, xr, xi: times g.
+  __device__ void multiply_by_g(const uint32_t (&d_out)[8]) {
+#pragma unroll
+    for (int e = 0; e < 16; ++e) {
+      const float2 pair = unpack2(d_out[e / 2]);
+      const float g = (e % 2 == 0 ? pair.x : pair.y) * tanh_slope(xr(e) * ar(e) + xi(e) * ai(e));
+      ar(e) *= g;
+      ai(e) *= g;
+      xr(e) *= g;
+      xi(e) *= g;
+    }
+  }
+};
+
+// Starts the copies of a block's columns of x, M1 and M2, from col0 on: 32 for each maker. While
+// `associate` still makes M1 and M2, x is already on its way.
+__device__ void load_right_factors(BackwardShared& shared, const BackwardMaps& maps, int col0) {
+  for (int maker = 0; maker < 2; ++maker) {
+    Barrier* loaded = &shared.loaded[maker];
+    barrier_arrive_expect(loaded, sizeof shared.right[maker]);
+    for (int step = 0; step < kSteps; ++step) {
+      tensor_load(&shared.right[maker][step].x, &maps.x, kStepK * step, col0 + 32 * maker, loaded);
+    }
+  }
+  wait_for_previous_kernel();  // associate
+  for (int maker = 0; maker < 2; ++maker) {
+    for (int step = 0; step < kSteps; ++step) {
+      tensor_load(&shared.right[maker][step].M1_M2, &maps.M1_M2, kStepK * step,
+                  2 * (col0 + 32 * maker), &shared.loaded[maker]);
+    }
+  }
+}
+
+// What a maker does with each of the block's tiles. It reads stages, but gives none back:
+// warpgroup 3 reads the same stage later, and does that.
+__device__ void make_products(BackwardShared& shared, const BackwardCluster& cluster, int tiles) {
+  const int maker = warp_of_block() / 4 - 1, col = 32 * maker;
+  Reader reader(shared.stages, cluster);
+  barrier_wait(&shared.loaded[maker], 0);
+  int parity = 0;
+  for (int tile = blockIdx.y; tile < tiles; tile += gridDim.y, parity ^= 1, reader.next()) {
+    const BackwardStage& stage = reader.wait();
+    MakerSums sums;
+    sums.multiply(stage.tangents, shared.right[maker]);
+    uint32_t d_out[8];
+    Sum<32>::load_pairs(d_out, stage.d_out, col);
+    sums.combine();
+    sums.multiply_by_g(d_out);
+    barrier_wait(&shared.added, parity ^ 1);  // the first time nobody waits
+    const auto put = [&](int which, auto f) { Sum<32>::store(shared.products[which], 0, f, col); };
+    put(0, [&](int e) { return sums.xr(e); });
+    put(1, [&](int e) { return sums.ar(e); });
+    put(2, [&](int e) { return sums.xi(e); });
+    put(3, [&](int e) { return sums.ai(e); });
+    put(4, [&](int e) { return -sums.xr(e); });
+    shared_fence();  // wgmma reads them next
+    barrier_arrive(&shared.made);
+  }
+}
+
+// What warpgroup 3 does with each tile, and at the end: to partials (slices, 3, E, W), dM1, dM2, D.
+__device__ void add_products(BackwardShared& shared, const BackwardCluster& cluster,
+                             float* partials, int tiles, int col0, int E, int W) {
+  Reader reader(shared.stages, cluster);
+  const int first = blockIdx.y, stride = gridDim.y;
+  Sum<3 * kBackwardCols> sums[kSteps];  // [dM1 | D | dM2], for 64 rows of E each
+  int parity = 0;
+  for (int tile = first; tile < tiles; tile += stride, parity ^= 1, reader.next()) {
+    barrier_wait(&shared.made, parity);
+    const TangentTile& left = reader.wait().tangents;
+    const AcrossK<bf16> by_gr = shared.products[0].across_k();  // [P | R | Q]
+    const AcrossK<bf16> by_gi = shared.products[2].across_k();  // [Q | S | -P]
+    wgmma_fence();
+#pragma unroll
+    for (int step = 0; step < kSteps; ++step) {
+#pragma unroll
+      for (int slice = 0; slice < kSlices; ++slice) {
+        const bool add = tile > first || slice > 0;
+        multiply_slice(sums[step].elements, left.Gr[step].across_k(), by_gr, slice, add);
+        multiply_slice(sums[step].elements, left.Gi[step].across_k(), by_gi, slice, true);
+      }
+    }
+    wgmma_commit();
+    wgmma_wait<0>();
+    reader.give_back();
+    if (threadIdx.x % 128 == 0) barrier_arrive(&shared.added);
+  }
+  float* to = partials + static_cast<size_t>(first) * 3 * E * W;
+  const size_t next = static_cast<size_t>(E) * W;
+#pragma unroll
+  for (int step = 0; step < kSteps; ++step) {
+    const float* elements = sums[step].elements;
+#pragma unroll
+    for (int i = 0; i < kBackwardCols / 2; i += 2) {
+      const int e = kStepK * step + Sum<kBackwardCols>::row(i);
+      const int w = col0 + Sum<kBackwardCols>::col(i);
+      if (e >= E || w >= W) continue;
+      const auto store = [&](int matrix, int part) {
+        const float* pair = elements + part * kBackwardCols / 2 + i;
+        *reinterpret_cast<float2*>(to + matrix * next + static_cast<size_t>(e) * W + w) =
+            make_float2(pair[0], pair[1]);
+      };
+      store(0, 0);
+      store(1, 2);
+      store(2, 1);
+    }
+  }
+}
+
+#endif  // HOPPER_CODE
+
+// partials (slices, 3, E, W): dM1, dM2 and D, summed up over each cluster's tiles.
+__global__ void __launch_bounds__(kBackwardThreads, 1)
+    specialized_backward(const __grid_constant__ BackwardMaps maps, float* partials, int V, int E,
+                         int W) {
+#if HOPPER_CODE
+  extern __shared__ __align__(1024) char bytes[];
+  BackwardShared& shared = *reinterpret_cast<BackwardShared*>(bytes);
+  const BackwardCluster cluster;
+  const int tiles = ceil_div(V, kRows), first = blockIdx.y, stride = gridDim.y;
+  const int col0 = kBackwardCols * (cluster.blocks * blockIdx.z + cluster.rank);
+  if (threadIdx.x == 0) {
+    for (Barrier& each : shared.loaded) barrier_init(&each, 1);
+    barrier_init(&shared.made, 256);
+    barrier_init(&shared.added, 1);
+    prepare(shared.stages, cluster.blocks);
+  }
+  cluster.meet();
+  start_next_kernel();
+
+  if (threadIdx.x < 128) {
+    registers_shrink_to<24>();
+    if (threadIdx.x == 0) {
+      Writer writer(shared.stages);
+      for (int tile = first; tile < tiles; tile += stride) {
+        writer.put([&](BackwardStage& to, Barrier* arrived) {
+          load_share(to.tangents, maps.Gr, maps.Gi, tile, cluster, arrived);
+          tensor_load(&to.d_out, &maps.d_out, kRows * tile, col0, arrived);
+        });
+        if (tile == first) load_right_factors(shared, maps, col0);
+      }
+      writer.finish();
+    }
+  } else if (threadIdx.x < 384) {  // these keep the 128 registers that all start with
+    make_products(shared, cluster, tiles);
+  } else {
+    registers_grow_to<224>();
+    add_products(shared, cluster, partials, tiles, col0, E, W);
+  }
+#endif
+}
 
 // ---- The rows -----------------------------------------------------------------------------------
 
-// The tiles of the kernels above. For E = 128 the wide ones take 104 KB and 160 KB, so that two
-// blocks forward and one backward fit on a multiprocessor of compute capability 9.0. The narrow
-// ones take 60 KB and 68 KB and fit everywhere, and for small V there are more blocks of them.
+// The tiles of *associated*. For E = 128 the wide ones take 104 KB and 160 KB, so that two blocks
+// forward and one backward fit on a multiprocessor of compute capability 9.0. The narrow ones take
+// 60 KB and 68 KB and fit everywhere, and for small V there are more blocks of them.
 using WideForwardTiles = ForwardTiles<64, 32, 3>;
 using NarrowForwardTiles = ForwardTiles<32, 16, 2>;
 using WideBackwardTiles = BackwardTiles<64, 64, 32, 16>;
@@ -540,6 +1282,26 @@ dim3 slices_of(int64_t tiles, int64_t columns, const Device& device, Function* k
   CUDA_CHECK(cudaOccupancyMaxActiveBlocksPerMultiprocessor(&per_sm, kernel, threads, bytes));
   const int64_t fill = std::max<int64_t>(3, static_cast<int64_t>(per_sm) * device.sms / columns);
   return dim3(static_cast<unsigned>(columns), static_cast<unsigned>(std::min(tiles, fill)));
+}
+
+// For a kernel of small products with `layers` results of up to rows x cols.
+dim3 small_blocks(int64_t rows, int64_t cols, unsigned layers) {
+  return dim3(blocks_for(cols, kSmall), blocks_for(rows, kSmall), layers);
+}
+
+// The grid of clusters of one or two blocks, whose blocks own `cols` columns each. x: the blocks of
+// a cluster, y: slices of V, z: groups of columns. As many clusters stay as the device holds, or as
+// finish in the same number of rounds. y is 0 where no cluster fits.
+template <typename Function>
+dim3 clusters_for(const Shape& shape, int cols, Function* kernel, int threads, int bytes) {
+  allow_shared_bytes(kernel, bytes);
+  const unsigned all = blocks_for(shape.W, cols), groups = blocks_for(all, 2);
+  const unsigned blocks = blocks_for(all, groups);
+  const int64_t clusters = clusters_that_fit(kernel, blocks, threads, bytes);
+  if (clusters == 0) return dim3(blocks, 0, groups);
+  return dim3(blocks,
+              persistent(blocks_for(shape.V, kRows), std::max<int64_t>(1, clusters / groups)),
+              groups);
 }
 
 // False if a block's rows of xr and xi do not fit on chip.
@@ -568,7 +1330,7 @@ void add_associated_forward(GradientsProblem& table, const Device& device) {
   const dim3 blocks =
       slices_of(blocks_for(V, kBox), blocks_for(W, Tiles::BN), device, kernel, kThreads, bytes);
   const auto launch = [=, &table] {
-    associate<<<small, kSmallThreads, kSmallBytes>>>(table.operands(), M, dense(table.shape));
+    associate<<<small, kSmallThreads, kSmallBytes>>>(table.operands(), M, false);
     associated_features<Tiles><<<blocks, kThreads, bytes>>>(table.operands(), M);
   };
   table.problem.kernel("associated", Role::ours, launch)
@@ -576,6 +1338,70 @@ void add_associated_forward(GradientsProblem& table, const Device& device) {
       .occupies(table.ends() + M.bytes())
       .needs_shared(bytes)
       .checks = table.checks(1);  // M1 and M2
+}
+
+// What *warp specialization* and *cluster* share: M1, M2 and -M2, and a launch of `kernel`, which
+// may start while `associate` still runs.
+template <typename Function>
+void add_forward_of_roles(GradientsProblem& table, const char* name, Function* kernel, dim3 blocks,
+                          int groups) {
+  const auto [V, E, W] = table.shape;
+  const int64_t count = table.shape.coefficients();
+  const auto M = table.problem.output<bf16>(3 * count);
+  const dim3 small = small_blocks(E, W, 3);
+  const auto launch = [=, &table, V = V, E = E, W = W] {
+    const Operands in = table.operands();
+    const ForwardMaps maps = {.Gr = tensor_map<bf16>(in.Gr, V, E, kRows),
+                              .Gi = tensor_map<bf16>(in.Gi, V, E, kRows),
+                              .minus_M2 = tensor_map<bf16>(M + 2 * count, E, W, kStepK),
+                              .M1 = tensor_map<bf16>(M, E, W, kStepK),
+                              .M2 = tensor_map<bf16>(M + count, E, W, kStepK),
+                              .x = tensor_map<bf16>(in.x, E, W, kStepK),
+                              .out = tensor_map<bf16>(in.out, V, W, kRows)};
+    associate<<<small, kSmallThreads, kSmallBytes>>>(in, M, false);
+    launch_clusters(kernel, blocks.x, true, blocks, kForwardThreads, sizeof(ForwardShared), maps,
+                    static_cast<int>(V), groups);
+  };
+  table.problem.kernel(name, Role::ours, launch)
+      .hopper_only()
+      .occupies(table.ends() + M.bytes())
+      .needs_shared(sizeof(ForwardShared))
+      .checks = table.checks(1);  // M1 and M2
+}
+
+// Blocks of two groups of columns, or of one where W has no more.
+void add_warp_specialization(GradientsProblem& table) {
+  const auto [V, E, W] = table.shape;
+  const int groups = W <= 64 ? 1 : 2;
+  const unsigned columns = blocks_for(W, 64 * groups);
+  const int64_t slices = std::max<int64_t>(1, multiprocessors() / static_cast<int64_t>(columns));
+  allow_shared_bytes(specialized_features, sizeof(ForwardShared));
+  add_forward_of_roles(table, "warp specialization", specialized_features,
+                       dim3(1, persistent(blocks_for(V, kRows), slices), columns), groups);
+}
+
+// The same in clusters. Where a consumer has no more than one tile, blocks have one group: then
+// there is less to load before the start. False if no cluster fits.
+bool add_cluster(GradientsProblem& table) {
+  const auto grid_for = [&](int groups) {
+    return clusters_for(table.shape, 64 * groups, cluster_features, kForwardThreads,
+                        sizeof(ForwardShared));
+  };
+  const bool one = table.shape.W <= 64 || blocks_for(table.shape.V, kRows) <= 2 * grid_for(1).y;
+  const int groups = one ? 1 : 2;
+  const dim3 blocks = grid_for(groups);
+  if (blocks.y == 0) return false;
+  add_forward_of_roles(table, "cluster", cluster_features, blocks, groups);
+  return true;
+}
+
+// What a backward pass launches after the partial sums. Each kernel starts early.
+void launch_rest(const Operands& in, const GradientsTemporaries& t) {
+  const size_t count = static_cast<size_t>(in.E) * in.W;
+  launch_early(add_slices, blocks_for(3 * static_cast<int64_t>(count), 4 * 32), 32 * kSliceWarps, 0,
+               t.partials.data(), t.slices, t.dM.data(), t.D.data(), count);
+  launch_early(finish_backward, small_blocks(std::max(in.E, in.W), in.W, 3), kSmallThreads,
+               kSmallBytes, in, t.dM.data(), t.D.data());
 }
 
 template <typename Tiles>
@@ -590,9 +1416,9 @@ void add_associated_backward(GradientsProblem& table, const Device& device) {
   const dim3 small = small_blocks(E, W, 2);
   const auto launch = [=, &table] {
     const Operands in = table.operands();
-    associate<<<small, kSmallThreads, kSmallBytes>>>(in, t.M, dense(table.shape));
+    associate<<<small, kSmallThreads, kSmallBytes>>>(in, t.M, false);
     accumulate_backward<Tiles><<<blocks, Tiles::kThreads, bytes>>>(in, t.M, t.partials);
-    launch_rest(nullptr, in, t.partials, t.slices, t.dM, t.D);
+    launch_rest(in, t);
   };
   table.problem.kernel("associated", Role::ours, launch)
       .needs(80)
@@ -601,6 +1427,37 @@ void add_associated_backward(GradientsProblem& table, const Device& device) {
       // One rounding before u: M1 and M2. Four on the way from u to a gradient: ar, which has that
       // of M1 and is a factor of R, then R, dM1, and the gradient itself.
       .checks = table.checks(1, 4, (tiles + t.slices - 1) / t.slices * Tiles::BV);
+}
+
+// False if no cluster fits.
+bool add_backward_of_roles(GradientsProblem& table) {
+  const auto [V, E, W] = table.shape;
+  constexpr int kBytes = sizeof(BackwardShared);
+  const dim3 blocks =
+      clusters_for(table.shape, kBackwardCols, specialized_backward, kBackwardThreads, kBytes);
+  if (blocks.y == 0) return false;
+  const dim3 small = small_blocks(E, W, 2);
+  const int64_t both = 2 * kSmall * static_cast<int64_t>(small.x);  // columns of [M1 | M2]
+  const GradientsTemporaries t(table, static_cast<int>(ceil_div(both, W)), blocks.y);
+  const auto launch = [=, &table, V = V, E = E, W = W] {
+    const Operands in = table.operands();
+    const BackwardMaps maps = {.Gr = tensor_map<bf16>(in.Gr, V, E, kRows),
+                               .Gi = tensor_map<bf16>(in.Gi, V, E, kRows),
+                               .M1_M2 = tensor_map<bf16>(t.M, E, both, kStepK),
+                               .x = tensor_map<bf16>(in.x, E, W, kStepK),
+                               .d_out = tensor_map<bf16>(in.d_out, V, W, kRows)};
+    associate<<<small, kSmallThreads, kSmallBytes>>>(in, t.M, true);
+    launch_clusters(specialized_backward, blocks.x, true, blocks, kBackwardThreads, kBytes, maps,
+                    t.partials.data(), in.V, in.E, in.W);
+    launch_rest(in, t);
+  };
+  const int64_t chain = kRows * ceil_div<int64_t>(blocks_for(V, kRows), blocks.y);
+  table.problem.kernel("warp specialization", Role::ours, launch)
+      .hopper_only()
+      .occupies(table.ends() + t.bytes())
+      .needs_shared(kBytes)
+      .checks = table.checks(1, 4, chain);  // as *associated*
+  return true;
 }
 
 // False if it cannot run: forward if 32 columns of x, M1 and M2 do not fit on chip, backward if E
@@ -621,20 +1478,12 @@ bool add_associated(GradientsProblem& table, const Device& device) {
   return true;
 }
 
-// False if a block would have to keep more than it has room for.
-template <Pass kPass>
-bool add_hopper(GradientsProblem& table) {
-  const GradientFeatures<kPass> features(
-      workspace_of(table.problem), [&table] { return table.operands(); }, table.shape);
-  const auto ways = ways_of_row(features.ways());
-  if (ways.empty()) return false;
-  table.problem.kernel("Hopper", Role::ours, ways)
-      .hopper_only()
-      .occupies(table.ends() + features.workspace_bytes())
-      // The roundings are those of *associated*.
-      .checks = kPass == Pass::forward ? table.checks(1)
-                                       : table.checks(1, 4, features.vertices_of_a_cluster());
-  return true;
+// False if E is above 128, of which the tiles of these kernels are, or no cluster fits.
+bool add_roles(GradientsProblem& table) {
+  if (table.shape.E > kMostEigen) return false;
+  if (table.pass == Pass::backward) return add_backward_of_roles(table);
+  add_warp_specialization(table);
+  return add_cluster(table);
 }
 
 int main(int argc, char** argv) {
@@ -653,7 +1502,7 @@ int main(int argc, char** argv) {
                               .meaning = "W, features of a vertex",
                               .value = 256,
                               .multiple_of = 8,
-                              .cpu = 128}},
+                              .cpu = 192}},
                  .sweep = {.gpu = {1024, 1048576}, .cpu = {1024, 2048}}});
   const int64_t E = lesson.option("--eigen"), W = lesson.option("--width");
   const std::vector<int64_t> sizes = lesson.sizes();
@@ -661,19 +1510,20 @@ int main(int argc, char** argv) {
   Cublas blas;
   std::deque<GradientsProblem> tables;
   const Device& device = lesson.device();
-  allow_small_products();
+  allow_shared_bytes(associate, kSmallBytes);
+  allow_shared_bytes(finish_backward, kSmallBytes);
   double worst = 0;
-  bool has_one_kernel = true, has_forward = true, has_backward = true, has_hopper = true;
+  bool has_one_kernel = true, has_forward = true, has_backward = true, has_roles = true;
   for (const int64_t V : sizes) {
     GradientsProblem& forward = tables.emplace_back(lesson, blas, Pass::forward, Shape{V, E, W});
     GradientsProblem& backward = tables.emplace_back(lesson, blas, Pass::backward, Shape{V, E, W});
     add_unfused(forward);
     has_one_kernel = add_one_kernel(forward, device);
     has_forward = add_associated(forward, device);
-    add_hopper<Pass::forward>(forward);
+    add_roles(forward);
     add_unfused(backward);
     has_backward = add_associated(backward, device);
-    has_hopper = add_hopper<Pass::backward>(backward);
+    has_roles = add_roles(backward);
     backward.report_difference = [&, last = V == sizes.back()](double difference) {
       worst = std::max(worst, difference);
       char text[128];
@@ -690,12 +1540,14 @@ int main(int argc, char** argv) {
   unless(has_forward, "No \"associated\" forward: 32 columns of x, M1 and M2 do not fit on chip.");
   unless(has_backward,
          "No \"associated\" backward: its sums are in registers for up to 128 eigenvectors.");
-  unless(has_hopper, "No \"Hopper\": its blocks are made for up to 256 eigenvectors.");
+  unless(has_roles,
+         "No \"warp specialization\", no \"cluster\": their tiles are of up to 128 eigenvectors.");
   Problem &forward = tables.front().problem, &backward = tables.back().problem;
   forward.compare("one kernel", "unfused", "Forward: one kernel instead of 12: % times as fast.");
   forward.compare("associated", "one kernel",
                   "Forward: associated the other way: % times as fast.");
-  forward.compare("Hopper", "unfused", "Forward: % times as fast as unfused.");
-  backward.compare("Hopper", "unfused", "Backward: % times as fast as unfused, and nothing saved.");
+  forward.compare("cluster", "unfused", "Forward: % times as fast as unfused.");
+  backward.compare("warp specialization", "unfused",
+                   "Backward: % times as fast as unfused, and nothing saved.");
   return lesson.run();
 }

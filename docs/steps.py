@@ -33,7 +33,10 @@ LADDERS = {
     ],
     "7_diffusion_fused": ["project_slices", "add_slices", "expand_spectrum", "diffusion_one_launch",
                           "diffusion_clusters"],
-    "8_spatial_gradients": ["gradient_features", "associated_features"],
+    "8_spatial_gradients": [
+        "gradient_features", "associated_features", "specialized_features", "cluster_features",
+        "accumulate_backward", "specialized_backward",
+    ],
     "9_matmul_softmax": ["fused_rows", "fused_tiles", "fused_cluster", "logit_tiles", "fused_exchange"],
     "10_clifford_gp": ["fused_product", "forward_one_launch", "forward_on_chip"],
     "bonus_attention": [

@@ -39,10 +39,7 @@ SECONDS = 60
 SHAPE_SECONDS = 15
 VARIANTS = {
     "7_diffusion_fused": {"sweep": ["--sweep"]},
-    "8_spatial_gradients": {
-        "256-512": ["131072", "--eigen", "256", "--width", "512"],
-        "sweep": ["--sweep"],
-    },
+    "8_spatial_gradients": {"sweep": ["--sweep"]},
     "9_matmul_softmax": {"50257": ["128", "--inputs", "2048", "--classes", "50257"]},
     "9_softmax_training": {"many": ["1024", "--inputs", "1024", "--classes", "4000"]},
     "10_clifford_gp": {

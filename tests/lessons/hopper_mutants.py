@@ -47,8 +47,7 @@ HEADERS = {
     "operators_gating": ("operators/gating/rows.cuh", "operators/gating/resident.cuh", "operators/gating/layer.cuh"),
     "operators_diffusion": (*SHARED, "operators/diffusion/fused.cuh", "operators/diffusion/one_launch.cuh"),
     GPUS: ("checks/diffusion/gpus.cuh",),
-    "8_spatial_gradients": (*SHARED, "operators/gradients/features.cuh", "operators/gradients/forward.cuh",
-                            "operators/gradients/backward.cuh", "operators/gradients/tiles.cuh"),
+    "8_spatial_gradients": SHARED,
     "9_matmul_softmax": (*SHARED, KERNEL, "operators/softmax/softmax_product.cuh", "operators/softmax/cluster.cuh",
                          "operators/softmax/plans.cuh", "operators/softmax/exchange.cuh",
                          "operators/softmax/narrow.cuh", "operators/softmax/transposed_product.cuh",
@@ -311,14 +310,12 @@ RUNS = {
         (("1400", "--width", "128", "--kernel", "^fused", "--patience", "20000"), 2),
         (("1400", "--width", "64", "--gpus", "3", "--kernel", "^fused", "--patience", "20000"), 2),
     ],
-    # A cluster of one or two blocks, which have 64 columns each or more, or backward 32; and E in more than
-    # two steps.
+    # A cluster of one or two blocks, forward of one or two groups of columns; more tiles for each consumer than
+    # it has stages, and for a block backward; E and W that do not fill their boxes.
     "8_spatial_gradients": [
-        (("520", "--width", "128", "--kernel", "^Hopper$"), 2),
-        (("450", "--width", "72", "--kernel", "^Hopper$"), 4),
-        (("300", "--eigen", "136", "--width", "72", "--kernel", "^Hopper$"), 4),
-        # E in one step, of which a block has more tiles than stages.
-        (("600", "--eigen", "40", "--width", "136", "--kernel", "^Hopper$"), 2),
+        (("520", "--width", "128", "--kernel", "^(warp specialization|cluster)$"), 2),
+        (("450", "--width", "72", "--kernel", "^(warp specialization|cluster)$"), 4),
+        (("600", "--eigen", "40", "--width", "136", "--kernel", "^(warp specialization|cluster)$"), 2),
     ],
     "9_matmul_softmax": [
         # The lesson's own: more tiles along D than stages, and two clusters.

@@ -137,7 +137,7 @@ HEADERS = {
     TENSOR_CORES: (RING,),
     FUSED: ("primitives/wmma_fragments.cuh", RING),
     DIFFUSION: (RING,),
-    SPATIAL: ("operators/gradients/features.cuh", "operators/gradients/small_products.cuh", RING),
+    SPATIAL: (RING,),
     SOFTMAX: ("operators/softmax/softmax_product.cuh", "operators/softmax/cluster.cuh", "operators/softmax/plans.cuh",
               "operators/softmax/exchange.cuh", "operators/softmax/narrow.cuh",
               "operators/softmax/transposed_product.cuh", "operators/softmax/few.cuh",

@@ -64,7 +64,7 @@ EXPLAINED = {
     ("8_spatial_gradients", "", "forward: one kernel"): {"shared_store_conflicts": ARBITRATION},
     ("8_spatial_gradients", "", "backward: associated"): {
         "global_store_sectors": SUMS, "shared_store_conflicts": ARBITRATION},
-    ("8_spatial_gradients", "", "backward: Hopper"): {
+    ("8_spatial_gradients", "", "backward: warp specialization"): {
         "global_store_sectors": SUMS, "shared_store_conflicts": ARBITRATION},
     **{("9_matmul_softmax", "64,128,10", f"TF32 64x128x10: {kernel}"): {"shared_load_requests": MERGED}
        for kernel in ("unfused", "fused tiles", "fused cluster")},
@@ -212,8 +212,8 @@ LADDERS = {
         ("forward", ["split-K", "half fused", "one launch"]),
         ("backward", ["unfused", "clusters"]), ("backward", ["split-K", "clusters"])],
     "8_spatial_gradients": [
-        ("forward", ["unfused", "one kernel", "associated", "Hopper"]),
-        ("backward", ["unfused", "associated", "Hopper"])],
+        ("forward", ["unfused", "one kernel", "associated", "warp specialization", "cluster"]),
+        ("backward", ["unfused", "associated", "warp specialization"])],
 }
 
 

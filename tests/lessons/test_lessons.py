@@ -61,6 +61,8 @@ SPATIALS = [
     (1000, 16, 48), (257, 112, 64), (5, 80, 272), (70, 464, 32), (7, 976, 16),
     pytest.param(3, 16, 720, marks=LONG),
     (1, 8, 8), (40, 72, 136), (130, 24, 40), (66, 136, 264), (65, 200, 40),
+    # Clusters of two blocks: each consumer has more than three tiles; two clusters have the columns.
+    (1570, 40, 136), (200, 120, 328),
 ]
 
 
@@ -413,11 +415,11 @@ def test_without_peer_access_one_gpu_is_left():
 
 def spatial_kernels(eigen, width):
     """(problem, kernel) of the rows where a block may have 227 KB of shared memory."""
-    hopper = eigen <= 256
+    roles = eigen <= 128
     kernels = [("forward", "unfused")] + [("forward", "one kernel")] * (width <= 704)
     kernels += [("forward", "associated")] * (eigen <= 960)
-    kernels += [("forward", "Hopper")] * hopper + [("backward", "unfused")]
-    return kernels + [("backward", "associated")] * (eigen <= 128) + [("backward", "Hopper")] * hopper
+    kernels += [("forward", "warp specialization"), ("forward", "cluster")] * roles + [("backward", "unfused")]
+    return kernels + [("backward", "associated"), ("backward", "warp specialization")] * roles
 
 
 @pytest.mark.parametrize("n, eigen, width", SPATIALS + LARGE)
@@ -434,7 +436,8 @@ def test_spatial_gradients(run, backend, n, eigen, width):
         left_out = (problem, "associated") not in kernels
         assert left_out == (f'No "associated" {problem}: ' in result.stdout)
     assert (("forward", "one kernel") not in kernels) == ('No "one kernel": ' in result.stdout)
-    assert (("forward", "Hopper") not in kernels) == ('No "Hopper": ' in result.stdout)
+    left_out = ("backward", "warp specialization") not in kernels
+    assert left_out == ('No "warp specialization", no "cluster": ' in result.stdout)
     dims = {"V": n, "E": eigen, "W": width}
     assert dims_of(result) == {"forward": dims, "backward": dims}
     work = {problem["name"]: problem["flops"] for problem in result.record["problems"]}
