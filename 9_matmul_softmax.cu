@@ -1360,6 +1360,7 @@ struct SoftmaxTable : SoftmaxProblem {
     if (tiles == 1) {
       add("fused tiles", Role::ours,
           [=, *this] { launch_early(fused_tiles, strips, kThreads, 0, in(), probs); });
+      compare_rows("fused tiles", "unfused tiles");
       if (clusters_that_fit(fused_cluster, kSplits, kThreads, 0) > 0) {
         add("fused cluster", Role::ours, [=, *this] {
           launch_clusters(fused_cluster, kSplits, true, kSplits * strips, kThreads, 0, in(), probs);
