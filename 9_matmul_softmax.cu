@@ -712,8 +712,8 @@ struct ClusterShared {
 #if HOPPER_CODE
 // Loads a thread's fragments of W^T, for the inputs from d0 on, 32 for each of w[]. wgmma gives a
 // thread two rows of W^T. Which columns of W these are is ours to say: `col` and col + 1, so that
-// one load of 8 bytes brings both. Inputs that do not exist are zeros. Columns that do not exist get
-// another column's values; nobody looks at what becomes of them.
+// one load of 8 bytes brings both. Inputs that do not exist are zeros. Columns that do not exist
+// get another column's values; nobody looks at what becomes of them.
 template <bool kInside, int kCount>
 __device__ inline void load_fragments(LeftFragments<float> (&w)[kCount], const float* W, int d0,
                                       int col, int D, int C) {
@@ -1522,7 +1522,7 @@ void add_table(Lesson& lesson, cublasHandle_t blas, About about, const SoftmaxSh
     if (about != About::fp32) fused = table.add_specialized<false>(tf32) && fused;
     if (about != About::tf32) fused = table.add_specialized<true>(", 3xTF32") && fused;
     if (!fused)
-      left_out.insert("Fused specialized: left out where a row's tiles need more blocks.");
+      left_out.insert("Fused specialized: left out where a row has more tiles than run at a time.");
   }
   if (table.C <= kFewColumns) table.add_split_k();
 }
