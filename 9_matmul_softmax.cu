@@ -17,45 +17,50 @@
 // "Fused is faster than cuBLAS + softmax" compares two things at once: whose product is better, and
 // what fusion saves. So there are three combinations:
 //
-//     (1) library   cuBLAS's fastest, then the best softmax that we have (operators/softmax)
+//     (1) library   cuBLAS's fastest, then our softmax of logits (softmax_rows, below)
 //     (2) unfused   our product, then the same softmax kernel
-//     (3) fused     our product and softmax in one launch; half fused (below): in two
+//     (3) fused     our product and softmax in one launch; half fused (*online*): in two
 //
 // (2) against (3) is fusion, where the product is the same. (1) against (2) compares the library's
 // product with ours, and also how the two are launched: ours starts early, the library's does not.
-// The tables have (2) and (3) with two products. The rows *unfused*, *fused tiles* and so on have
-// the lesson's own, the rows *unfused any shape* and *fused any shape* the operator's.
+// There are three products, and each has a row (2) and a row (3).
 //
-// The kernels. All but *fused rows* and *any shape* multiply by the same code, multiply_tile():
+// The kernels, each with the one idea that it adds:
 //
-//     unfused         tiles of logits, and a softmax that reads them
-//     fused rows      a block has a row, and reads all of W: simple, and slow. (This row is in the
-//                     fp32 tables alone.)
-//     fused tiles     a block has 32 rows with all their columns (at most 128): a row's logits are
-//                     in the lanes of one warp
-//     fused cluster   (Hopper) the same, and 8 blocks share D: a block's partial sums go straight
-//                     into the shared memory of the blocks that finish the rows
-//     fused online    a row has more columns than a block: each block writes logits and, of its
-//                     part of each row, maximum and sum. A second kernel makes probabilities of
-//                     these. So this is half fused
-//     fused exchange  the blocks of a row run at the same time, keep their logits in registers, and
-//                     tell each other only maximum and sum
-//     any shape       no lesson, but the operator that a program would call
-//                     (operators/softmax/softmax_product.cuh): unfused, and fused
+//     softmax of logits      what comes after an unfused product
+//     fused rows             a block has a row, and reads all of W: simple, and slow. (This row is
+//                            in the fp32 tables alone.)
+//     unfused tiles,         32 rows share what a block reads of W. Fused: a block has all columns
+//     fused tiles            of its rows (at most 128), so a row is in the lanes of one warp
+//     fused cluster          split-K: 8 blocks share D, and send their partial sums through
+//                            distributed shared memory
+//     online tiles           more than 128 columns: a block leaves the maximum and the sum of its
+//                            part of a row, and a second kernel finishes. So this is half fused
+//     exchange tiles         the blocks of a row run at the same time, keep their logits in
+//                            registers, and tell each other only maximum and sum
+//     unfused tensor cores,  *fused cluster* with the product on tensor cores
+//     fused tensor cores
+//     unfused specialized,   *online* and *exchange* with lesson 3's product: warp specialization,
+//     online specialized,    a pipeline of stages, and clusters of blocks that share what they copy
+//     fused specialized
+//     fused split-K          *fused rows* again, for at most 16 columns: the threads of a block
+//                            share D, so all loads of a row are under way at once
 //
-// But for *fused rows*, which has no tiles, the lesson's kernels have one size of tile, 32 x 128.
-// They multiply in fp32 on the CUDA cores, as lesson 2 does. That takes the least code, and any GPU
-// runs it. The lesson is about how a row comes together, and this does not depend on how the
-// product is made. The operator has what is fast: other tiles for other shapes, tensor cores, D cut
-// into slices. docs/softmax.md tells which shape takes which kernel, and why.
+// So up to 128 columns *fused tensor cores* is the last idea, for more columns it is *fused
+// specialized*, or *online specialized* where a row has more tiles than run at a time. In the
+// smallest layers *fused split-K* wins, without tensor cores.
+//
+// The kernels on tensor cores have one size of tile, or two, and take only rows that are whole
+// vectors: D has to be a multiple of 4, and C of 2 (*tensor cores*) or 4 (*specialized*). Other
+// shapes have the other rows, and a line below the tables says so. docs/softmax.md tells how the
+// library of this repository takes any shape.
 //
 // There are two sets of tables, never mixed: true fp32 accuracy, and TF32, where a product may
-// round its operands to 10 bits of mantissa, so that tensor cores can multiply them. The lesson's
-// kernels round nothing. All but *fused rows* are in both sets, where a shape is not too large for
-// the CUDA cores. In TF32's tables they show how rows are brought together, and how much slower a
-// product is that does not use the tensor cores. In the fp32 tables the operator multiplies on the
-// CUDA cores and, as "3xTF32", on tensor cores: each operand as the sum of two TF32 numbers, and
-// three products instead of one. Its error is held to the bound of fp32.
+// round its operands to 10 bits of mantissa, so that tensor cores can multiply them. The first
+// kernels round nothing; all but *fused rows* are in both sets, where a shape is not too large for
+// the CUDA cores. In the fp32 tables tensor cores multiply in "3xTF32": each operand is the sum of
+// two TF32 numbers, and there are three products instead of one. The error is held to the bound of
+// fp32.
 //
 // All kernels of ours, the softmax of (1) and (2) among them, are launched early
 // (primitives/early_launch.cuh): here the time between two kernels counts. So each kernel begins
@@ -69,43 +74,231 @@
 //
 // --all adds the fp32 tables, and more shapes where none is given. (A GPU before compute capability
 // 8.0 has no TF32. It always has the fp32 tables, and those of TF32 with --all only, for the rows
-// that need no tensor cores.) --kinds shows the operator's kernels one by one. --hard-rows puts
-// infinities and huge numbers among the logits, and adds tables in which some rows of logits are
-// only -inf. What a reader may try next stands in exercises/9_softmax_training.cu: cross-entropy,
-// the backward pass, fp16 inputs.
+// that need no tensor cores.) --hard-rows puts infinities and huge numbers among the logits, and
+// adds tables in which some rows of logits are only -inf. What a reader may try next stands in
+// exercises/9_softmax_training.cu: cross-entropy, the backward pass, fp16 inputs.
 
 #include <algorithm>
 #include <cmath>
+#include <cuda/atomic>
 #include <memory>
+#include <set>
 #include <string>
 #include <vector>
 
 #include "checks/product/library_product.h"
 #include "checks/softmax/softmax_problem.h"
-#include "checks/workspace.h"
-#include "operators/softmax/rows.cuh"
-#include "operators/softmax/softmax_product.cuh"
+#include "primitives/approximate.cuh"
 #include "primitives/async_copy.cuh"
-#include "primitives/hopper/hopper.cuh"
+#include "primitives/early_launch.cuh"
+#include "primitives/hopper/pipeline.cuh"
+#include "primitives/launch.h"
+#include "primitives/row_parts.cuh"
 #include "primitives/spin.cuh"
 
 using namespace checks;
-using namespace operators::softmax;
+using namespace primitives;
+
+constexpr int kWarps = 8, kThreads = 32 * kWarps;
+
+// ---- Maximum and sum ----------------------------------------------------------------------------
+
+// The words of this part:
+//
+//     MaxSum {largest, sum}   what softmax has to know of a row, or of a part of it: the largest
+//                             logit, and the sum of exp(logit - largest). Without logits: -inf, 0
+//     base_of(largest)        what is subtracted from logits: the maximum, or 0 where that is -inf,
+//                             for which there would be NaN
+//     lanes_max<32>(value)    the maximum over the lanes of a warp; lanes_sum<32> is their sum
+//     online softmax          parts of a row are merged, and no part has to know another one's
+//                             maximum beforehand
+
+// The factor by which exponentials relative to `from` become relative to `to`. Of two -inf: 1.
+__device__ inline float rebase(float from, float to) { return from == to ? 1 : expf(from - to); }
+
+// Merges two parts of a row: both sums become relative to the larger maximum. For example, the
+// logits 3 and 1 are (3, 1.135), and 5 and 4 are (5, 1.368). Together they are (5, 1.135 e^(3 - 5)
+// + 1.368), which is (5, 1.522). (Attention does the same to what it has when a larger logit
+// comes.)
+__device__ inline MaxSum merge(MaxSum a, MaxSum b) {
+  const float largest = fmaxf(a.largest, b.largest);
+  return {largest, a.sum * rebase(a.largest, largest) + b.sum * rebase(b.largest, largest)};
+}
+
+__device__ inline MaxSum warp_merge(MaxSum part) {
+#pragma unroll
+  for (int i = 16; i > 0; i /= 2) {
+    part = merge(part, {__shfl_xor_sync(kAllLanes, part.largest, i),
+                        __shfl_xor_sync(kAllLanes, part.sum, i)});
+  }
+  return part;
+}
+
+// Merges the parts of the warps of a block, of which `part` is this warp's. All threads get the
+// result.
+__device__ inline MaxSum block_merge(MaxSum part) {
+  __shared__ MaxSum parts[kWarps];
+  if (threadIdx.x % 32 == 0) parts[threadIdx.x / 32] = part;
+  __syncthreads();
+  // The maximum of all parts comes first. Then the exponentials do not have to wait for one
+  // another.
+  MaxSum each[kWarps];
+  float largest = minus_infinity(), sum = 0;
+#pragma unroll
+  for (int i = 0; i < kWarps; ++i) {
+    each[i] = parts[i];
+    largest = fmaxf(largest, each[i].largest);
+  }
+#pragma unroll
+  for (int i = 0; i < kWarps; ++i) sum += each[i].sum * rebase(each[i].largest, largest);
+  return {largest, sum};
+}
+
+// A warp has a part of a row in its lanes: lane l has the logits of the part's columns l, l + 32
+// and so on, and the part has `columns` columns. The logits become exponentials relative to their
+// maximum (those of columns that do not exist become 0). Maximum and sum are returned.
+template <int kValues>
+__device__ MaxSum exponentials(float (&v)[kValues], int columns) {
+  const int lane = threadIdx.x % 32;
+  float largest = minus_infinity(), sum = 0;
+#pragma unroll
+  for (int j = 0; j < kValues; ++j) {
+    if (lane + 32 * j >= columns) v[j] = minus_infinity();
+    largest = fmaxf(largest, v[j]);
+  }
+  largest = lanes_max<32>(largest);
+#pragma unroll
+  for (int j = 0; j < kValues; ++j) sum += v[j] = expf(v[j] - base_of(largest));
+  return {largest, lanes_sum<32>(sum)};
+}
+
+// Writes such a part, each value times `factor`.
+template <int kValues>
+__device__ void write_part(float* to, const float (&v)[kValues], float factor, int columns) {
+  const int lane = threadIdx.x % 32;
+#pragma unroll
+  for (int j = 0; j < kValues; ++j) {
+    if (lane + 32 * j < columns) to[lane + 32 * j] = v[j] * factor;
+  }
+}
+
+// ---- softmax of logits --------------------------------------------------------------------------
+
+// What comes after a product that is not fused. The rows *library* and *unfused* all have it, so it
+// has to be good: each logit is read once, and each probability is written once.
+//
+// kGroup threads, a warp or the block, share a row of at most kGroup * kValues logits, and keep it
+// in registers. If C is a multiple of 4 (kWidth = 4), they read and write 16 bytes at a time. A
+// thread has kWidth neighbours, then the kWidth neighbours that are kGroup * kWidth columns further
+// on, and so on.
+template <int kGroup, int kValues, int kWidth>
+__global__ void __launch_bounds__(kThreads)
+    softmax_rows(const float* logits, float* probs, int B, int C) {
+  start_next_kernel();
+  wait_for_previous_kernel();
+  const int row = blockIdx.x * (kThreads / kGroup) + threadIdx.x / kGroup;
+  if (row >= B) return;
+  const float* from = logits + static_cast<size_t>(row) * C;
+  float* to = probs + static_cast<size_t>(row) * C;
+  const int col0 = threadIdx.x % kGroup * kWidth;
+  float v[kValues];
+#pragma unroll
+  for (int i = 0; i < kValues; i += kWidth) {
+    const int col = col0 + i * kGroup;
+    if constexpr (kWidth == 4) {
+      float4 four = {minus_infinity(), minus_infinity(), minus_infinity(), minus_infinity()};
+      if (col < C) four = *reinterpret_cast<const float4*>(from + col);
+      v[i] = four.x, v[i + 1] = four.y, v[i + 2] = four.z, v[i + 3] = four.w;
+    } else {
+      v[i] = col < C ? from[col] : minus_infinity();
+    }
+  }
+  float largest = v[0], sum = 0;
+#pragma unroll
+  for (int i = 1; i < kValues; ++i) largest = fmaxf(largest, v[i]);
+  largest = lanes_max<32>(largest);
+#pragma unroll
+  for (int i = 0; i < kValues; ++i) sum += v[i] = expf(v[i] - base_of(largest));
+  sum = lanes_sum<32>(sum);
+  float factor = 1 / sum;
+  if constexpr (kGroup != 32) {
+    const MaxSum all = block_merge({largest, sum});
+    factor = rebase(largest, all.largest) / all.sum;
+  }
+#pragma unroll
+  for (int i = 0; i < kValues; i += kWidth) {
+    const int col = col0 + i * kGroup;
+    if (col >= C) continue;
+    if constexpr (kWidth == 4) {
+      *reinterpret_cast<float4*>(to + col) = {v[i] * factor, v[i + 1] * factor, v[i + 2] * factor,
+                                              v[i + 3] * factor};
+    } else {
+      to[col] = v[i] * factor;
+    }
+  }
+}
+
+// A row that does not fit into a block's registers is read twice, by two kernels. In both a block
+// has kLongPart columns of row blockIdx.x, and gridDim.y blocks have the row. The first kernel
+// writes the maximum and the sum of each part.
+constexpr int kLongestInRegisters = 32 * kThreads, kLongPart = 16 * kThreads;
+
+__global__ void __launch_bounds__(kThreads) sum_parts(const float* logits, MaxSum* parts, int C) {
+  start_next_kernel();
+  wait_for_previous_kernel();
+  constexpr int kValues = kLongPart / kThreads;
+  const float* from = logits + static_cast<size_t>(blockIdx.x) * C;
+  const int first = blockIdx.y * kLongPart + threadIdx.x;
+  float v[kValues], largest = minus_infinity(), sum = 0;
+#pragma unroll
+  for (int i = 0; i < kValues; ++i) {
+    const int col = first + i * kThreads;
+    v[i] = col < C ? from[col] : minus_infinity();
+  }
+#pragma unroll
+  for (int i = 0; i < kValues; ++i) largest = fmaxf(largest, v[i]);
+#pragma unroll
+  for (int i = 0; i < kValues; ++i) sum += expf(v[i] - base_of(largest));
+  const MaxSum all = block_merge(warp_merge({largest, sum}));
+  if (threadIdx.x == 0) parts[static_cast<size_t>(blockIdx.x) * gridDim.y + blockIdx.y] = all;
+}
+
+// The second kernel merges all `count` parts of the row, and makes probabilities of its logits.
+// (The parts may also be those that a product has left: see *online tiles*.)
+__global__ void __launch_bounds__(kThreads)
+    finish_rows(const float* logits, float* probs, const MaxSum* parts, int C, int count) {
+  start_next_kernel();
+  wait_for_previous_kernel();
+  constexpr int kValues = kLongPart / kThreads;
+  const size_t start = static_cast<size_t>(blockIdx.x) * C;
+  const int first = blockIdx.y * kLongPart + threadIdx.x;
+  float v[kValues];  // on their way while the maxima and sums come
+#pragma unroll
+  for (int i = 0; i < kValues; ++i) {
+    v[i] = first + i * kThreads < C ? logits[start + first + i * kThreads] : 0;
+  }
+  const MaxSum* of_row = parts + static_cast<size_t>(blockIdx.x) * count;
+  MaxSum part = {minus_infinity(), 0};
+  for (int i = threadIdx.x; i < count; i += kThreads) part = merge(part, of_row[i]);
+  const MaxSum all = block_merge(warp_merge(part));
+  const float base = base_of(all.largest), factor = 1 / all.sum;
+#pragma unroll
+  for (int i = 0; i < kValues; ++i) {
+    if (first + i * kThreads < C) probs[start + first + i * kThreads] = expf(v[i] - base) * factor;
+  }
+}
 
 // ---- fused rows ---------------------------------------------------------------------------------
 
 // A block owns a row, and a thread owns the columns threadIdx.x, threadIdx.x + 256 and so on:
 // lesson 1's product, coalesced along W. A thread keeps the maximum and the sum of its logits so
-// far, by merge() (operators/softmax/rows.cuh), and writes the logits to `probs`. Then the block
-// merges what all of its threads have. After that each thread reads its logits again, from the
-// caches, and writes probabilities over them. base_of(largest), here and below, is what is
-// subtracted from logits: the maximum, or 0 where that is -infinity, for which there would be NaN.
+// far, by merge(), and writes the logits to `probs`. Then the block merges what all of its threads
+// have. After that each thread reads its logits again, from the caches, and writes probabilities
+// over them.
 //
 // This is fused. But each block reads all of W for its one row: 2 operations for every 4 bytes. At
 // best these bytes come from the L1 cache, if another block of the same multiprocessor has read
 // them.
-constexpr int kWarps = 8, kThreads = 32 * kWarps;
-
 __global__ void __launch_bounds__(kThreads)
     fused_rows(const float* x, const float* W, float* probs, int D, int C) {
   start_next_kernel();
@@ -120,19 +313,31 @@ __global__ void __launch_bounds__(kThreads)
     // A logit alone is its own maximum, and its exponential relative to that is e^0 = 1.
     part = merge(part, {logit, logit == minus_infinity() ? 0.0f : 1.0f});
   }
-  const MaxSum all = block_merge<kWarps>(warp_merge(part));
+  const MaxSum all = block_merge(warp_merge(part));
   for (int col = threadIdx.x; col < C; col += kThreads) {
     row[col] = expf(row[col] - base_of(all.largest)) / all.sum;
   }
 }
 
-// ---- The product of all kernels below -----------------------------------------------------------
+// ---- unfused tiles ------------------------------------------------------------------------------
 
+// The words of this part:
+//
+//     copy_async          starts a copy from global to shared memory (cp.async, lesson 2)
+//     TileStage           what one step along D needs of x and of W, in shared memory
+//     copies_ahead        keeps the copies two steps ahead of what is multiplied
+//     ahead.next()        waits for the next step, starts the copies of the one after the next, and
+//                         returns the step's number
+//
 // Rows share W from here on: a block computes a tile of 32 x 128 logits, as lesson 2's *async*
 // does. Steps of 16 inputs come into shared memory, two of them ahead of the one that is
 // multiplied. Warp w has the rows 4 w to 4 w + 3 of the tile with all 128 columns, and lane l of it
 // the columns l, l + 32, l + 64 and l + 96: 16 sums a thread. So a row of the tile is in the lanes
 // of one warp, which is what a softmax wants: its maximum and its sum take a few shuffles.
+//
+// The product is in fp32 on the CUDA cores. That takes the least code, and any GPU runs it. How a
+// row comes together does not depend on how the product is made: so that is shown here, up to
+// *exchange tiles*, and tensor cores come later.
 constexpr int kRows = 32, kCols = 128, kDepth = 16, kStages = 3;
 constexpr int kOwnRows = kRows / kWarps, kOwnCols = kCols / 32;  // a thread's
 
@@ -186,39 +391,33 @@ __device__ void multiply_tile(float (&sum)[kOwnRows][kOwnCols], TileStage (&stag
   }
 }
 
-// Returns the maximum of a tile's part of a row, and the sum of its exponentials relative to that.
-// A warp has the part's logits in its lanes. The part has `columns` columns, at most 128. The
-// logits of those that do not exist become -infinity, so their exponentials are 0.
-__device__ MaxSum max_and_sum(float (&logits)[kOwnCols], int columns) {
-  const int lane = threadIdx.x % 32;
-  float largest = minus_infinity(), sum = 0;
+// Unfused, a block writes its tile of logits, and knows nothing of the other tiles of its rows.
+// (`parts` is null. It is for *online tiles*, below.)
+__global__ void __launch_bounds__(kThreads)
+    logit_tiles(SoftmaxInputs in, float* logits, MaxSum* parts, int tiles) {
+  start_next_kernel();
+  wait_for_previous_kernel();
+  __shared__ TileStage stages[kStages];
+  const int tile = blockIdx.x % tiles, row0 = blockIdx.x / tiles * kRows, col0 = tile * kCols;
+  float sum[kOwnRows][kOwnCols] = {};
+  multiply_tile(sum, stages, in, row0, col0, 0, in.D);
 #pragma unroll
-  for (int j = 0; j < kOwnCols; ++j) {
-    if (lane + 32 * j >= columns) logits[j] = minus_infinity();
-    largest = fmaxf(largest, logits[j]);
-  }
-  largest = lanes_max<32>(largest);
-#pragma unroll
-  for (int j = 0; j < kOwnCols; ++j) sum += expf(logits[j] - base_of(largest));
-  return {largest, lanes_sum<32>(sum)};
-}
-
-// Writes the probabilities of a tile's part of a row. `row` has the maximum and sum of all of it.
-__device__ void write_probabilities(float* to, const float (&logits)[kOwnCols], MaxSum row,
-                                    int columns) {
-  const int lane = threadIdx.x % 32;
-#pragma unroll
-  for (int j = 0; j < kOwnCols; ++j) {
-    if (lane + 32 * j >= columns) continue;
-    to[lane + 32 * j] = expf(logits[j] - base_of(row.largest)) / row.sum;
+  for (int i = 0; i < kOwnRows; ++i) {
+    const int row = row0 + kOwnRows * (threadIdx.x / 32) + i;
+    if (row >= in.B) return;
+    write_part(logits + static_cast<size_t>(row) * in.C + col0, sum[i], 1, in.C - col0);
+    if (!parts) continue;
+    const MaxSum part = exponentials(sum[i], in.C - col0);
+    if (threadIdx.x % 32 == 0) parts[static_cast<size_t>(row) * tiles + tile] = part;
   }
 }
 
 // ---- fused tiles --------------------------------------------------------------------------------
 
-// A block has 32 rows with all their columns, at most 128. W is read B / 32 times instead of B, and
-// a warp finishes its four rows without asking anybody. But few rows are few blocks: 1024 rows are
-// 32 blocks, for a GPU of 132 multiprocessors.
+// The same product. But a block has 32 rows with all their columns, at most 128, and a warp
+// finishes its four rows without asking anybody: no logit is written. W is read B / 32 times
+// instead of B. But few rows are few blocks: 1024 rows are 32 blocks, for a GPU of 132
+// multiprocessors.
 __global__ void __launch_bounds__(kThreads) fused_tiles(SoftmaxInputs in, float* probs) {
   start_next_kernel();
   wait_for_previous_kernel();
@@ -229,18 +428,30 @@ __global__ void __launch_bounds__(kThreads) fused_tiles(SoftmaxInputs in, float*
 #pragma unroll
   for (int i = 0; i < kOwnRows; ++i) {
     const int row = row0 + kOwnRows * (threadIdx.x / 32) + i;
-    const MaxSum all = max_and_sum(logits[i], in.C);
+    const MaxSum all = exponentials(logits[i], in.C);
     if (row >= in.B) return;
-    write_probabilities(probs + static_cast<size_t>(row) * in.C, logits[i], all, in.C);
+    write_part(probs + static_cast<size_t>(row) * in.C, logits[i], 1 / all.sum, in.C);
   }
 }
 
-// ---- Hopper: fused cluster ----------------------------------------------------------------------
+// ---- fused cluster ------------------------------------------------------------------------------
 
+// The words of this part (compute capability 9.0):
+//
+//     split-K                  blocks share the sum: each adds up a part of the inputs. (K is the
+//                              field's letter for the dimension that is summed, here D.)
+//     cluster                  blocks that run at the same time, on neighbouring multiprocessors
+//     distributed shared       the shared memory of all blocks of a cluster: a block can write into
+//     memory                   another one's
+//     cluster_rank()           which block of its cluster this is
+//     Barrier                  counts what has come. Here it expects bytes (mbarrier)
+//     store_push               writes a float into another block, and counts it at that one's
+//                              barrier
+//
 // In *fused tiles* few rows are few blocks. Here eight blocks compute the same tile, and each of
 // them adds up an eighth of the D inputs. So each block has a partial sum of every logit, and eight
-// partial sums have to be added. The eight blocks are a cluster: they run at the same time, and can
-// write into each other's shared memory, so that partial sums need not go through global memory.
+// partial sums have to be added. The eight blocks are a cluster, so that partial sums need not go
+// through global memory.
 //
 // In every block warp w has the same four rows of the tile, 4 w to 4 w + 3. Block w of the cluster
 // adds up these four rows: warp w of each block pushes its partial sums to block w. Hence there are
@@ -293,76 +504,43 @@ __global__ void __launch_bounds__(kThreads) fused_cluster(SoftmaxInputs in, floa
 #pragma unroll
     for (int j = 0; j < kOwnCols; ++j) logits[j] += from[warp][lane + 32 * j];
   }
-  const MaxSum all = max_and_sum(logits, in.C);
-  write_probabilities(probs + static_cast<size_t>(row) * in.C, logits, all, in.C);
+  const MaxSum all = exponentials(logits, in.C);
+  write_part(probs + static_cast<size_t>(row) * in.C, logits, 1 / all.sum, in.C);
 #endif
 }
 
-// ---- unfused, and fused online ------------------------------------------------------------------
+// ---- online tiles -------------------------------------------------------------------------------
 
 // With more than 128 columns a row is spread over the tiles of several blocks, which know nothing
-// of each other. They write logits. Unfused, that is all, and a softmax comes after it.
+// of each other. But a block can find the maximum and the sum of its part of a row while it has the
+// logits in its registers. logit_tiles(), above, leaves these two numbers in `parts` (B, tiles of
+// C), if it is not null. The sum is relative to the part's own maximum, so no part has to know
+// another one's. finish_rows(), above, merges a row's parts, and makes probabilities of its logits.
 //
-// But a block can find the maximum and the sum of its part of a row while it has the logits in its
-// registers. It leaves these two numbers in `parts` (B, tiles of C). The sum is relative to the
-// part's own maximum, so no part has to know another one's. For example, the logits 3 and 1 leave 3
-// and 1.135, and 5 and 4 leave 5 and 1.368. A second kernel merges a row's parts, here to 5 and
-// 1.522, and makes probabilities of its logits. (merge() multiplies the sum of the part with the
-// smaller maximum by e^(3 - 5), so that both are relative to 5. Attention does the same to what it
-// has when a larger logit comes. That is the method of the *online softmax*.) The second kernel
-// reads each logit once; a softmax of a row that is too long for registers reads it twice.
-__global__ void __launch_bounds__(kThreads)
-    logit_tiles(SoftmaxInputs in, float* logits, MaxSum* parts, int tiles) {
-  start_next_kernel();
-  wait_for_previous_kernel();
-  __shared__ TileStage stages[kStages];
-  const int tile = blockIdx.x % tiles, row0 = blockIdx.x / tiles * kRows, col0 = tile * kCols;
-  const int lane = threadIdx.x % 32;
-  float sum[kOwnRows][kOwnCols] = {};
-  multiply_tile(sum, stages, in, row0, col0, 0, in.D);
-#pragma unroll
-  for (int i = 0; i < kOwnRows; ++i) {
-    const int row = row0 + kOwnRows * (threadIdx.x / 32) + i;
-    if (row >= in.B) return;
-    float* to = logits + static_cast<size_t>(row) * in.C + col0;
-#pragma unroll
-    for (int j = 0; j < kOwnCols; ++j) {
-      if (col0 + lane + 32 * j < in.C) to[lane + 32 * j] = sum[i][j];
-    }
-    if (!parts) continue;
-    const MaxSum part = max_and_sum(sum[i], in.C - col0);
-    if (lane == 0) parts[static_cast<size_t>(row) * tiles + tile] = part;
-  }
-}
+// So the logits are still written and read. What is saved is little: a softmax of its own reads a
+// row twice if the row is too long for registers, and finish_rows() reads each logit once.
 
-// The second kernel: a block a row.
-__global__ void __launch_bounds__(kThreads)
-    finish_rows(const float* logits, const MaxSum* parts, float* probs, int C, int tiles) {
-  start_next_kernel();
-  wait_for_previous_kernel();
-  const MaxSum* of_row = parts + static_cast<size_t>(blockIdx.x) * tiles;
-  MaxSum part = {minus_infinity(), 0};
-  for (int tile = threadIdx.x; tile < tiles; tile += kThreads) part = merge(part, of_row[tile]);
-  const MaxSum all = block_merge<kWarps>(warp_merge(part));
-  const size_t start = static_cast<size_t>(blockIdx.x) * C;
-  for (int col = threadIdx.x; col < C; col += kThreads) {
-    probs[start + col] = expf(logits[start + col] - base_of(all.largest)) / all.sum;
-  }
-}
+// ---- exchange tiles -----------------------------------------------------------------------------
 
-// ---- fused exchange -----------------------------------------------------------------------------
-
+// The words of this part:
+//
+//     resident blocks     those that the GPU has room for at the same time
+//     GridCount           a counter in global memory, for all blocks of the launch
+//     release, acquire    who adds to a counter by a release has made visible what it wrote before;
+//                         who has seen this count by an acquire may read it
+//     wait_for_count      reads a counter until it is high enough, by an acquire
+//
 // Here a row's blocks wait for each other, so that no logit leaves the registers. Each block posts
 // the maximum and the sum of its part, waits until all blocks of these rows have, and writes
 // probabilities, once. What blocks tell each other is 8 bytes for each row and tile.
 //
-// Who waits for a block that never starts waits for ever. So there are only as many blocks as run
-// at the same time. Together they compute some strips of 32 rows, with all of their tiles, and then
-// the next strips. For each strip there are two counters: `arrived` counts the blocks that have
-// posted, and `left` those that have read. Both are zero before a launch, and again after it.
+// Who waits for a block that never starts waits for ever. So there are only as many blocks as are
+// resident. Together they compute some strips of 32 rows, with all of their tiles, and then the
+// next strips. For each strip there are two counters: `arrived` counts the blocks that have posted,
+// and `left` those that have read. Both are zero before a launch, and again after it.
 // (is_last_block in primitives/row_parts.cuh clears `left`.)
 __global__ void __launch_bounds__(kThreads)
-    fused_exchange(SoftmaxInputs in, float* probs, MaxSum* parts, unsigned* arrived, unsigned* left,
+    exchange_tiles(SoftmaxInputs in, float* probs, MaxSum* parts, unsigned* arrived, unsigned* left,
                    int tiles) {
   start_next_kernel();
   wait_for_previous_kernel();
@@ -372,11 +550,12 @@ __global__ void __launch_bounds__(kThreads)
   const int strips = (in.B + kRows - 1) / kRows;
   for (int strip = blockIdx.x / tiles; strip < strips; strip += gridDim.x / tiles) {
     const int row0 = strip * kRows + kOwnRows * warp;  // the warp's
-    float logits[kOwnRows][kOwnCols] = {};
+    float logits[kOwnRows][kOwnCols] = {}, own_largest[kOwnRows];
     multiply_tile(logits, stages, in, strip * kRows, col0, 0, in.D);
 #pragma unroll
     for (int i = 0; i < kOwnRows; ++i) {
-      const MaxSum part = max_and_sum(logits[i], columns);
+      const MaxSum part = exponentials(logits[i], columns);
+      own_largest[i] = part.largest;
       if (lane == 0 && row0 + i < in.B) parts[static_cast<size_t>(row0 + i) * tiles + tile] = part;
     }
     __syncthreads();  // the block's parts are written
@@ -393,11 +572,693 @@ __global__ void __launch_bounds__(kThreads)
       const size_t row = row0 + i;
       MaxSum all = {minus_infinity(), 0};
       for (int t = lane; t < tiles; t += 32) all = merge(all, parts[row * tiles + t]);
-      write_probabilities(probs + row * in.C + col0, logits[i], warp_merge(all), columns);
+      all = warp_merge(all);
+      // The exponentials are relative to the part's maximum, and become relative to the row's.
+      write_part(probs + row * in.C + col0, logits[i],
+                 rebase(own_largest[i], all.largest) / all.sum, columns);
     }
     // All threads have to call is_last_block, which has barriers: so it stands first in the `&&`.
     if (is_last_block(left + strip, tiles) && threadIdx.x == 0) arrived[strip] = 0;
   }
+}
+
+// ---- Tensor cores: a transposed product, and 3xTF32 ---------------------------------------------
+
+// The words of this part (Hopper, as in lesson 3):
+//
+//     TF32                    fp32 with 10 bits of mantissa: what tensor cores multiply
+//     wgmma                   a warpgroup (128 threads) multiplies 64 rows of a left factor by up
+//                             to 256 columns of a right one; it runs while the threads go on
+//     Sum<kCols>              a warpgroup's sums of 64 rows by kCols columns, in its registers
+//     ColumnTile<float, 40>   a right factor of 32 inputs and 40 columns in shared memory, each
+//                             column contiguous
+//     LeftFragments<float>    a thread's elements of a left factor of 64 rows and 32 inputs, in its
+//                             registers; slices[k] are those of 8 inputs, for one wgmma
+//     start_product           starts the products of 32 inputs, for one step
+//
+// In TF32 wgmma takes a factor from shared memory only if its elements are contiguous along the
+// dimension that is summed, D here. Those of x are, those of W are not. So the product is
+// transposed, logits^T = W^T x^T: x^T is the right factor, from shared memory, as the copy engine
+// leaves it there, and W^T is the left factor, from registers. Columns of the sum, as wgmma has it,
+// are rows of x. A warpgroup has 64 columns of W, and a warp has 16.
+//
+// 3xTF32: an fp32 number is the sum of two TF32 numbers, the first 11 bits and the next 11. Of the
+// four products of the parts of two numbers, that of the two low parts is too small to matter, and
+// the other three are added, the smallest first. Tensor cores truncate what they accumulate, and
+// over a long sum that adds up. So they sum only one step, which is then added, rounded to nearest,
+// to the rest.
+constexpr int kStep = kLine<float>;  // the inputs of a step: 32, which are 128 bytes
+
+struct SplitTf32 {
+  unsigned high, low;
+};
+__device__ inline bool is_infinite(unsigned bits) { return (bits & 0x7fffffff) == 0x7f800000; }
+__device__ inline SplitTf32 split_tf32(float value) {  // an infinity has no `low`
+  constexpr unsigned kMantissa = 0xffffe000, kHalf = 0x1000;
+  const unsigned high = __float_as_uint(value) & kMantissa;
+  const unsigned rest = __float_as_uint(value - __uint_as_float(high));
+  return {high, is_infinite(high) ? 0 : (rest + kHalf) & kMantissa};
+}
+
+#if HOPPER_CODE
+// Splits `count` elements of x (a multiple of 4), so that high + low is what `high` was. `threads`
+// threads call this; `first` is the caller's number among them.
+__device__ inline void split_all(float* high, float* low, int count, int first, int threads) {
+#pragma unroll 2
+  for (int i = 4 * first; i < count; i += 4 * threads) {
+    auto& h = *reinterpret_cast<float4*>(high + i);
+    const SplitTf32 a = split_tf32(h.x), b = split_tf32(h.y), c = split_tf32(h.z),
+                    d = split_tf32(h.w);
+    h = {__uint_as_float(a.high), __uint_as_float(b.high), __uint_as_float(c.high),
+         __uint_as_float(d.high)};
+    *reinterpret_cast<float4*>(low + i) = {__uint_as_float(a.low), __uint_as_float(b.low),
+                                           __uint_as_float(c.low), __uint_as_float(d.low)};
+  }
+}
+
+// Adds the products of one step in 3xTF32. w are fragments of W^T in fp32, which are split here; x
+// has been split into two tiles. When this returns, the products are done. An infinity of W times
+// what x lacks of itself, perhaps 0, could be NaN: so there is no such product. (With an infinity
+// of x the whole row is NaN either way.)
+template <int kCount>
+__device__ inline void add_3xtf32(Sum<kCount>& sum, const LeftFragments<float>& w,
+                                  const ColumnTile<float, kCount>& x_high,
+                                  const ColumnTile<float, kCount>& x_low) {
+  LeftFragments<float> high, low, finite;
+#pragma unroll
+  for (int k = 0; k < kSlices; ++k) {
+#pragma unroll
+    for (int e = 0; e < 4; ++e) {
+      const SplitTf32 split = split_tf32(__uint_as_float(w.slices[k][e]));
+      high.slices[k][e] = split.high, low.slices[k][e] = split.low;
+      finite.slices[k][e] = is_infinite(split.high) ? 0 : split.high;
+    }
+  }
+  Sum<kCount> step;
+  wgmma_fence();
+#pragma unroll
+  for (int k = 0; k < kSlices; ++k) {
+    multiply_slice(step.elements, finite, x_low.columns(), k, k > 0);
+    multiply_slice(step.elements, low, x_high.columns(), k, true);
+    multiply_slice(step.elements, high, x_high.columns(), k, true);
+  }
+  wgmma_commit();
+  wgmma_wait<0>();
+#pragma unroll
+  for (int i = 0; i < Sum<kCount>::size(); ++i) sum.elements[i] += step.elements[i];
+}
+#endif
+
+// ---- unfused tensor cores, fused tensor cores ---------------------------------------------------
+
+// The words of this part:
+//
+//     copy engine (TMA)     one thread orders a copy of a whole box, and a barrier counts its bytes
+//     CUtensorMap           tells the copy engine where a matrix lies, and which box is copied
+//     tensor_load           orders such a copy. What lies outside of the matrix becomes zero
+//     barrier_arrive_expect announces how many bytes will come
+//     bulk_push             copies from this block's shared memory into that of another block
+//     shared_fence          before the copy engine or wgmma reads what threads have written
+//
+// *fused cluster* with another product: at most 128 columns, D shared by the blocks of a cluster,
+// partial sums through distributed shared memory. A block takes a chunk of kInputs inputs at a
+// time. x comes by the copy engine. No other thread of the block needs the same elements of W. So
+// these go from memory straight to the registers, all of a chunk at once, and all loads are under
+// way before the first value is needed. That is what counts here: these layers take 2 to 10
+// microseconds, and one trip to the L2 cache and back takes some 0.35 of them.
+//
+// Each of the kSplits blocks finishes its share of the rows, and the others push their partial sums
+// of that share into its inbox. A single copy moves all that goes to one block. Unfused, the same
+// kernel writes the sums as they are.
+template <bool k3xTF32, int kSplits, int kRows, int kClasses, int kInputs>
+struct ClusterShared {
+  static constexpr int kOwnRows = kRows / kSplits;  // that a block finishes
+  static constexpr int kBoxes = kInputs / kStep;
+  static_assert(kRows % kSplits == 0 && kInputs % kStep == 0);
+  // How many floats of a row one block sends to another: the row's columns, and some padding, so
+  // that 4 rows start on different banks. It is a multiple of 4, as the copy engine needs it.
+  static __device__ int stride(int C) { return (C + 7) / 8 * 8 + 4; }
+  static constexpr int kMostStride = kClasses + 4;
+
+  ColumnTile<float, kRows> x[k3xTF32 ? 2 : 1][kBoxes];  // and, in 3xTF32, what x lacks
+  // What goes to each other block of the cluster, and what comes from each: kOwnRows rows that are
+  // stride(C) floats apart. A block's own sums stay in its outbox.
+  alignas(16) float outbox[kSplits][kOwnRows * kMostStride];
+  alignas(16) float inbox[kSplits][kOwnRows * kMostStride];
+  Barrier full;  // x is there
+  Barrier come;  // what the other blocks send is in the inbox
+};
+
+#if HOPPER_CODE
+// Loads a thread's fragments of W^T, for the inputs from d0 on, 32 for each of w[]. wgmma gives a
+// thread two rows of W^T. Which columns of W these are is ours to say: `col` and col + 1, so that
+// one load of 8 bytes brings both. Inputs that do not exist are zeros. Columns that do not exist
+// get another column's values; nobody looks at what becomes of them.
+template <bool kInside, int kCount>
+__device__ inline void load_fragments(LeftFragments<float> (&w)[kCount], const float* W, int d0,
+                                      int col, int D, int C) {
+  const int d = d0 + threadIdx.x % 4;
+  const float* at = W + static_cast<size_t>(d) * C + min(col, C - 2);
+#pragma unroll
+  for (int i = 0; i < 8 * kCount; ++i, at += 4 * static_cast<size_t>(C)) {
+    float2 pair = {};
+    if (kInside || 4 * i < D - d) pair = *reinterpret_cast<const float2*>(at);
+    uint32_t(&to)[4] = w[i / 8].slices[i / 2 % 4];
+    to[i % 2 * 2] = __float_as_uint(pair.x), to[i % 2 * 2 + 1] = __float_as_uint(pair.y);
+  }
+}
+#endif
+
+template <bool k3xTF32, int kSplits, int kRows, int kClasses, int kInputs>
+__global__ void HOPPER_CLUSTER(kSplits) __launch_bounds__(2 * kClasses, 1)
+    tensor_core_cluster(const __grid_constant__ CUtensorMap x, const float* W, float* out, int B,
+                        int D, int C, bool fused) {
+#if HOPPER_CODE
+  using Shared = ClusterShared<k3xTF32, kSplits, kRows, kClasses, kInputs>;
+  constexpr int kOwnRows = Shared::kOwnRows, kBlockWarps = kClasses / 16;
+  extern __shared__ __align__(1024) char bytes[];
+  Shared& shared = *reinterpret_cast<Shared*>(bytes);
+  const int rank = cluster_rank(), row0 = blockIdx.x / kSplits * kRows;
+  const int chunks = (D + kInputs - 1) / kInputs;
+  const int first = chunks * rank / kSplits, last = chunks * (rank + 1) / kSplits;
+  const int stride = Shared::stride(C), sums_bytes = kOwnRows * stride * 4;
+  const int warp = warp_of_block(), lane = threadIdx.x % 32;
+  const auto fetch = [&](int chunk) {
+    if (warp != 0 || !elect_one()) return;
+    barrier_arrive_expect(&shared.full, sizeof shared.x[0]);
+    for (int box = 0; box < Shared::kBoxes; ++box) {
+      tensor_load(shared.x[0][box].row(0), &x, row0, chunk * kInputs + box * kStep, &shared.full);
+    }
+  };
+  if (threadIdx.x == 0) {
+    barrier_init(&shared.full, 1);
+    barrier_init(&shared.come, 1);
+    barrier_init_fence();
+  }
+  __syncthreads();
+  if (threadIdx.x == 0) barrier_arrive_expect(&shared.come, (kSplits - 1) * sums_bytes);
+  cluster_arrive();
+  start_next_kernel();
+  wait_for_previous_kernel();
+  if (first < last) fetch(first);
+
+  const int col = 16 * warp + lane / 4 * 2;  // the thread's columns: this one and the next
+  Sum<kRows> sum = {};
+  for (int chunk = first; chunk < last; ++chunk) {
+    LeftFragments<float> w[Shared::kBoxes];
+    if ((chunk + 1) * kInputs <= D) {
+      load_fragments<true>(w, W, chunk * kInputs, col, D, C);
+    } else {
+      load_fragments<false>(w, W, chunk * kInputs, col, D, C);
+    }
+    barrier_wait(&shared.full, (chunk - first) % 2);
+    if constexpr (k3xTF32) {
+      split_all(shared.x[0][0].elements, shared.x[1][0].elements, kRows * kInputs, threadIdx.x,
+                2 * kClasses);
+      shared_fence();
+      __syncthreads();
+    }
+#pragma unroll
+    for (int box = 0; box < Shared::kBoxes; ++box) {
+      if constexpr (k3xTF32) {
+        add_3xtf32(sum, w[box], shared.x[0][box], shared.x[1][box]);
+      } else {
+        // wgmma would truncate what is no TF32 number. The copy engine has rounded x; W is rounded
+        // here.
+        LeftFragments<float> rounded;
+#pragma unroll
+        for (int k = 0; k < kSlices; ++k) {
+#pragma unroll
+          for (int e = 0; e < 4; ++e) {
+            rounded.slices[k][e] = to_tf32(__uint_as_float(w[box].slices[k][e]));
+          }
+        }
+        sum.start_product(rounded, shared.x[0][box].columns(), chunk > first || box > 0);
+      }
+    }
+    wgmma_wait<0>();
+    __syncthreads();
+    if (chunk + 1 < last) fetch(chunk + 1);
+  }
+
+  // Into the outbox: for each block of the cluster the partial sums of its rows. Elements e and
+  // e + 2 of a thread are its two columns of one row.
+#pragma unroll
+  for (int i = 0; i < sum.size(); i += 4) {
+#pragma unroll
+    for (int e = i; e < i + 2; ++e) {
+      const int row = sum.col(e);
+      float* to = shared.outbox[row / kOwnRows] + row % kOwnRows * stride + col;
+      if (col < stride) *reinterpret_cast<float2*>(to) = {sum.element(e), sum.element(e + 2)};
+    }
+  }
+  shared_fence();  // the copy engine will read this
+  __syncthreads();
+  cluster_wait();  // the others' `come` is initialized
+  if (warp == 0 && elect_one()) {
+    for (int i = 0; i < kSplits; ++i) {
+      if (i == rank) continue;
+      bulk_push(shared.inbox[rank], shared.outbox[i], sums_bytes, &shared.come, i);
+    }
+  }
+  barrier_wait(&shared.come, 0);
+  cluster_arrive();
+  // A warp takes a row at a time, and adds up what has come from the blocks of the cluster.
+  for (int i = threadIdx.x / 32; i < kOwnRows; i += kBlockWarps) {
+    const int row = row0 + rank * kOwnRows + i;
+    if (row >= B) break;
+    float v[kClasses / 32] = {};
+#pragma unroll
+    for (int block = 0; block < kSplits; ++block) {
+      const float* from = (block == rank ? shared.outbox : shared.inbox)[block] + i * stride;
+#pragma unroll
+      for (int j = 0; j < kClasses / 32; ++j) {
+        if (lane + 32 * j < stride) v[j] += from[lane + 32 * j];
+      }
+    }
+    const float factor = fused ? 1 / exponentials(v, C).sum : 1;
+    write_part(out + static_cast<size_t>(row) * C, v, factor, C);
+  }
+  cluster_wait();  // nobody's outbox is needed any more
+#endif
+}
+
+// ---- unfused specialized, online specialized, fused specialized ---------------------------------
+
+// The words of this part (lesson 3 introduces the first four):
+//
+//     warp specialization   one thread, the producer, only orders copies; two warpgroups, the
+//                           consumers, only multiply
+//     Pipeline              stages in shared memory, each with two barriers: `full` and `empty`
+//     Writer, put           fills the next stage as soon as it is empty
+//     Reader, take_ahead    waits until the next stage is full, and starts its products, while the
+//                           left factor of the next step goes from shared memory to registers
+//     BlockGrid<2, 1>       a cluster of two blocks. They have the same rows of x: each fetches one
+//                           half of them, and multicasts it to both
+//     TransposedLeftTile    the tile of W, as the copy engine leaves it; load_fragments() takes a
+//                           thread's elements of W^T from it
+//     named_barrier         a barrier for some of the block's threads, here the 256 that multiply
+//
+// More than 128 columns: a row has several tiles. The product is that of lesson 3's *clusters*, in
+// TF32 and transposed: tiles of kRows rows of x by 128 columns of W, in steps of 32 inputs. A
+// consumer has 64 of the tile's columns. A block stays, and takes one tile after another, which
+// starts with the copies of the next tile while this one is finished.
+//
+// What happens to the sums in the end tells three kernels apart:
+//
+//     Then::logits          unfused: logits are written
+//     Then::parts           online: the same, and of each row the maximum and the sum of the tile's
+//                           part. finish_rows() makes probabilities of them
+//     Then::probabilities   fused: the blocks of a row tell each other maximum and sum, as in
+//                           *exchange tiles*, and write probabilities
+//
+// In *exchange tiles* a block writes its numbers, and then a counter that says so, and others read
+// the counter, and then the numbers: that is four trips to the L2 cache, one after another. Here
+// maximum and sum are 8 bytes that are written and read as one access. How does a reader know that
+// they are those of this launch? The sum can spare its last bit, which says whether an odd or an
+// even launch wrote them. Readers look until it is this launch's bit. So no counter is needed, and
+// there are two trips.
+enum class Then { logits, parts, probabilities };
+
+using Posted = unsigned long long;  // a maximum, a sum, and the bit
+
+// What the kernel is given beside x and W. Blocks take *places*: a place is a tile of a strip of
+// kRows rows. Block b has the places b, b + gridDim.x and so on.
+struct Specialized {
+  int together = 1;  // strips that blocks go through at the same time, tile after tile
+  float* out = nullptr;
+  MaxSum* parts = nullptr;    // (B, tiles)
+  Posted* posted = nullptr;   // (strips, tiles, kRows)
+  unsigned* turns = nullptr;  // of each block: its count of launches, of which the last bit counts
+  int B = 0, D = 0, C = 0;
+  int strips = 0, tiles = 0;  // strips of kRows rows; tiles of 128 columns in each
+
+  // The tile scheduler: which tile of which strip is place i? Blocks that wait for one another need
+  // all tiles of a strip at the same time: then `together` is 1. Otherwise they go through some
+  // strips together, about 2048 rows, so that those which run at the same time share what they read
+  // of W as well as of x. The kPeers blocks of a cluster have neighbouring tiles.
+  template <int kPeers>
+  __device__ int2 strip_and_tile(int i) const {
+    const int of_band = together * tiles, band = i / of_band, cluster = i % of_band / kPeers;
+    const int here = min(together, strips - band * together);
+    return {band * together + cluster % here, cluster / here * kPeers + i % kPeers};
+  }
+};
+
+template <bool k3xTF32, int kRows>
+struct SpecializedShared {
+  static constexpr int kConsumers = 2, kColumns = 64 * kConsumers;
+  struct Stage {
+    ColumnTile<float, kRows> x[k3xTF32 ? 2 : 1];  // and, in 3xTF32, what x lacks
+    TransposedLeftTile<kColumns> W;
+    static constexpr int kLoaded = sizeof(ColumnTile<float, kRows>) + sizeof W;
+  };
+  static constexpr int kStages = std::min<int>(8, (208 << 10) / sizeof(Stage));
+  Pipeline<Stage, kStages> pipeline;
+  Barrier split_done[kStages];  // in 3xTF32: a stage's x has been split
+  // Of each warp that multiplies: its columns' maximum or sum, for each row.
+  alignas(16) float parts[4 * kConsumers][kRows];
+  alignas(16) float rows[kRows];  // what exponentials are relative to; then what is multiplied
+};
+
+#if HOPPER_CODE
+constexpr int kMultiplying = 256, kSplitting = 96;  // threads
+
+// The exponential. In TF32 operands have 10 bits, and beside these the hardware's 2^x is good
+// enough: its error is 2 units in the last place, and that of the product another one for each unit
+// of |value|.
+template <bool k3xTF32>
+__device__ float exp_of(float value) {
+  return k3xTF32 ? expf(value) : exp2_approximate(value * 1.44269504f);
+}
+
+__device__ inline Posted post(MaxSum part, unsigned turn) {
+  return static_cast<Posted>((__float_as_uint(part.sum) & ~1u) | turn) << 32 |
+         __float_as_uint(part.largest);
+}
+__device__ inline bool is_posted(Posted part, unsigned turn) { return (part >> 32 & 1) == turn; }
+__device__ inline MaxSum part_of(Posted posted) {
+  return {__uint_as_float(static_cast<unsigned>(posted)),
+          __uint_as_float(static_cast<unsigned>(posted >> 32) & ~1u)};
+}
+
+// This block has `own`, the maximum and the sum of its tile's part of a row. It posts them for the
+// others, reads those of all tiles (the first tile's are at `of_tiles`), 16 at a time, and merges
+// them.
+template <bool k3xTF32, int kRows>
+__device__ MaxSum exchange_row(MaxSum own, Posted* of_tiles, int tile, int tiles, unsigned turn) {
+  const auto posted_at = [&](int i) {
+    return cuda::atomic_ref<Posted, cuda::thread_scope_device>(
+        of_tiles[static_cast<size_t>(i) * kRows]);
+  };
+  posted_at(tile).store(post(own, turn), cuda::memory_order_relaxed);
+  MaxSum all = {minus_infinity(), 0};
+  constexpr int kAtOnce = 16;
+  for (int first = 0; first < tiles; first += kAtOnce) {
+    Posted posted[kAtOnce];
+#pragma unroll
+    for (int i = 0; i < kAtOnce; ++i) {
+      posted[i] = post({minus_infinity(), 0}, turn);
+      if (first + i < tiles) posted[i] = posted_at(first + i).load(cuda::memory_order_relaxed);
+    }
+    float largest = all.largest;
+#pragma unroll
+    for (int i = 0; i < kAtOnce; ++i) {
+      const Spin spin("another tile's maximum and sum of a row");
+      while (!is_posted(posted[i], turn)) {
+        posted[i] = posted_at(first + i).load(cuda::memory_order_relaxed);
+        spin.again();
+      }
+      largest = fmaxf(largest, part_of(posted[i]).largest);
+    }
+    all = {largest, all.sum * rebase(all.largest, largest)};
+#pragma unroll
+    for (int i = 0; i < kAtOnce; ++i) {
+      const MaxSum part = part_of(posted[i]);
+      all.sum += part.sum * exp_of<k3xTF32>(part.largest - base_of(largest));
+    }
+  }
+  return all;
+}
+
+// Where do a thread's sums stand? Element i of its Sum is row col(i) of x, since the product is
+// transposed, and elements i and i + 2 are the thread's two columns of that row. So it has kRows /
+// 4 pairs, one for each of kRows / 4 rows. The 8 lanes with the same lane % 4 have the same rows.
+__device__ constexpr int element_of(int pair) { return pair / 2 * 4 + pair % 2; }
+
+// The 8 lanes with the same lane % 4 have kCount values each, and value i of all of them is to
+// become one: their maximum, or their sum.
+//
+// Each time a lane keeps one half of its values and gives the other half to a partner. After three
+// times it has kCount / 8 of them. For example, of 8 values lanes 4 to 7 keep the upper 4 at first,
+// and in the end each of them has value 4; lanes 8 to 11 end with value 2. Which values a lane ends
+// with says first_combined(): lane / 4 with its 3 bits reversed, times kCount / 8.
+template <int kHalf, int kCount, typename Op>
+__device__ inline void combine_halves(float (&v)[kCount], Op op, int lanes) {
+  const bool upper = threadIdx.x & lanes;
+#pragma unroll
+  for (int i = 0; i < kHalf; ++i) {
+    const float send = upper ? v[i] : v[i + kHalf], keep = upper ? v[i + kHalf] : v[i];
+    v[i] = op(keep, __shfl_xor_sync(kAllLanes, send, lanes));
+  }
+}
+template <int kCount, typename Op>
+__device__ inline void combine_rows(float (&v)[kCount], Op op) {
+  combine_halves<kCount / 2>(v, op, 4);
+  combine_halves<kCount / 4>(v, op, 8);
+  combine_halves<kCount / 8>(v, op, 16);
+}
+template <int kCount>
+__device__ inline int first_combined() {
+  const int g = threadIdx.x % 32 / 4;
+  return ((g & 1) * 4 + (g & 2) + (g >> 2)) * (kCount / 8);
+}
+
+// Turns the block's logits into exponentials relative to the row's maximum in this tile. Of the
+// threads that multiply, thread `own` < kRows returns the maximum and the sum of row `own`. From
+// the thread's first column on a row has `left` columns left: an even number, perhaps none.
+template <bool k3xTF32, int kRows>
+__device__ MaxSum tile_exponentials(SpecializedShared<k3xTF32, kRows>& shared, Sum<kRows>& sum,
+                                    int own, int left) {
+  constexpr int kPairs = kRows / 4;
+  float of_row[kPairs];
+  const auto share = [&] {
+#pragma unroll
+    for (int i = 0; i < kPairs / 8; ++i) {
+      const int pair = first_combined<kPairs>() + i;
+      shared.parts[own / 32][Sum<kRows>::col(element_of(pair))] = of_row[i];
+    }
+  };
+  if (left <= 0) {
+#pragma unroll
+    for (int i = 0; i < Sum<kRows>::size(); ++i) sum.element(i) = minus_infinity();
+  }
+#pragma unroll
+  for (int i = 0; i < kPairs; ++i) {
+    of_row[i] = fmaxf(sum.element(element_of(i)), sum.element(element_of(i) + 2));
+  }
+  combine_rows(of_row, [](float a, float b) { return fmaxf(a, b); });
+  share();
+  named_barrier(1, kMultiplying);
+  MaxSum row = {minus_infinity(), 0};
+  if (own < kRows) {
+#pragma unroll
+    for (const auto& part : shared.parts) row.largest = fmaxf(row.largest, part[own]);
+    shared.rows[own] = base_of(row.largest);
+  }
+  named_barrier(1, kMultiplying);
+#pragma unroll
+  for (int i = 0; i < kPairs; ++i) {
+    const float base = shared.rows[Sum<kRows>::col(element_of(i))];
+    float &a = sum.element(element_of(i)), &b = sum.element(element_of(i) + 2);
+    a = exp_of<k3xTF32>(a - base), b = exp_of<k3xTF32>(b - base);
+    of_row[i] = a + b;
+  }
+  combine_rows(of_row, [](float a, float b) { return a + b; });
+  share();
+  named_barrier(1, kMultiplying);
+  if (own < kRows) {
+#pragma unroll
+    for (const auto& part : shared.parts) row.sum += part[own];
+  }
+  return row;
+}
+
+// Writes the sums, each times factors(row), where `row` is even and a float2 has the factors of
+// this row and the next. `out` is where the tile's first row has the thread's first column. There
+// are `rows` rows.
+template <int kRows, typename Factors>
+__device__ void write_sums(const Sum<kRows>& sum, float* out, int C, int rows, Factors factors) {
+  const auto each = [&](auto put) {
+    float* to = out + static_cast<int64_t>(Sum<kRows>::col(0)) * C;
+#pragma unroll
+    for (int i = 0; i < Sum<kRows>::size(); i += 4, to += 8 * static_cast<int64_t>(C)) {
+      const int row = Sum<kRows>::col(i);
+      const float2 of = factors(row);
+      put(row, to, float2{sum.element(i) * of.x, sum.element(i + 2) * of.x});
+      put(row + 1, to + C, float2{sum.element(i + 1) * of.y, sum.element(i + 3) * of.y});
+    }
+  };
+  if (rows < kRows) {
+    each([&](int row, float* to, float2 pair) {
+      if (row < rows) *reinterpret_cast<float2*>(to) = pair;
+    });
+  } else {
+    each([](int, float* to, float2 pair) { *reinterpret_cast<float2*>(to) = pair; });
+  }
+}
+#endif
+
+template <bool k3xTF32, int kRows, int kPeers, Then kThen>
+__global__ void HOPPER_CLUSTER(kPeers) __launch_bounds__(384, 1)
+    softmax_specialized(const __grid_constant__ CUtensorMap x,
+                        const __grid_constant__ CUtensorMap W,
+                        const __grid_constant__ Specialized of) {
+#if HOPPER_CODE
+  using Shared = SpecializedShared<k3xTF32, kRows>;
+  using Stage = typename Shared::Stage;
+  constexpr int kColumns = Shared::kColumns;
+  extern __shared__ __align__(1024) char bytes[];
+  Shared& shared = *reinterpret_cast<Shared*>(bytes);
+  const BlockGrid<kPeers, 1> cluster;
+  const int steps = (of.D + kStep - 1) / kStep, places = of.strips * of.tiles;
+  const int warp = warp_of_block();
+  if (warp == 1 && elect_one()) {
+    if (k3xTF32) {
+      for (Barrier& barrier : shared.split_done) barrier_init(&barrier, kSplitting);
+    }
+    start_next_kernel();
+    prepare(shared.pipeline, 2 * kPeers);  // two consumers in each block
+  }
+  cluster.meet();
+  wait_for_previous_kernel();
+
+  if (warp < 4) {
+    registers_shrink_to<kRows == 256 ? 40 : 56>();
+    if (warp == 0) {
+      if (!elect_one()) return;
+      Writer writer(shared.pipeline);
+      for (int i = blockIdx.x; i < places; i += gridDim.x) {
+        const int2 at = of.template strip_and_tile<kPeers>(i);
+        for (int step = 0; step < steps; ++step) {
+          writer.put([&](Stage& stage, Barrier* arrived) {
+            cluster.load(stage.x[0], &x, at.x * kRows, step * kStep, arrived);
+            cluster.load(stage.W, &W, at.y * kColumns, step * kStep, arrived);
+          });
+        }
+      }
+      if constexpr (kPeers > 1) writer.finish();
+    } else if (k3xTF32) {
+      // The producer's other warps split all of a stage's x into two tiles. In which order x lies
+      // there does not matter for that.
+      Reader reader(shared.pipeline, cluster);
+      for (int i = blockIdx.x; i < places; i += gridDim.x) {
+        for (int step = 0; step < steps; ++step) {
+          Stage& stage = reader.wait();
+          split_all(stage.x[0].elements, stage.x[k3xTF32].elements, kRows * kStep, threadIdx.x - 32,
+                    kSplitting);
+          shared_fence();
+          reader.done_with(shared.split_done);
+          reader.next();
+        }
+      }
+    }
+  } else {
+    registers_grow_to<kRows == 256 ? 232 : 224>();
+    const int consumer = threadIdx.x / 128 - 1, own = threadIdx.x - 128;
+    const unsigned turn = kThen == Then::probabilities ? of.turns[blockIdx.x] ^ 1 : 0;
+    Reader reader(shared.pipeline, cluster);
+    for (int i = blockIdx.x; i < places; i += gridDim.x) {
+      const auto load = [&](LeftFragments<float>& w, const Stage& stage) {
+        w = stage.W.load_fragments(64 * consumer);
+      };
+      const auto start = [&](Sum<kRows>& sum, const LeftFragments<float>& w, const Stage& stage,
+                             bool add) {
+        if constexpr (k3xTF32) {
+          reader.wait_for(shared.split_done);
+          add_3xtf32(sum, w, stage.x[0], stage.x[1]);
+        } else {  // the copy engine has rounded both
+          sum.start_product(w, stage.x[0].columns(), add);
+        }
+      };
+      Sum<kRows> sum;
+      if constexpr (k3xTF32) sum = {};
+      reader.template take_ahead<LeftFragments<float>>(
+          steps, load, [&](const LeftFragments<float>& w, const Stage& stage, bool add) {
+            start(sum, w, stage, add);
+          });
+      reader.finish();
+
+      const int2 at = of.template strip_and_tile<kPeers>(i);
+      const int row0 = at.x * kRows, rows = of.B - row0, tile = at.y, tiles = of.tiles;
+      const int col = tile * kColumns + 64 * consumer + TransposedLeftTile<kColumns>::row(0);
+      const int left = of.C - col;  // columns from the thread's first one on
+      float* out = of.out + static_cast<size_t>(row0) * of.C + col;
+      if constexpr (kThen != Then::probabilities) {
+        if (left > 0) write_sums(sum, out, of.C, rows, [](int) { return float2{1, 1}; });
+      }
+      if constexpr (kThen != Then::logits) {
+        const MaxSum row = tile_exponentials(shared, sum, own, left);
+        if constexpr (kThen == Then::parts) {
+          if (own < min(kRows, rows)) {
+            of.parts[static_cast<int64_t>(row0 + own) * tiles + tile] = row;
+          }
+        } else {
+          if (own < kRows) {
+            Posted* of_tiles = of.posted + static_cast<size_t>(at.x) * tiles * kRows + own;
+            const MaxSum all = exchange_row<k3xTF32, kRows>(row, of_tiles, tile, tiles, turn);
+            shared.rows[own] = rebase(row.largest, all.largest) / all.sum;
+          }
+          named_barrier(1, kMultiplying);
+          if (left > 0) {
+            write_sums(sum, out, of.C, rows,
+                       [&](int r) { return *reinterpret_cast<const float2*>(&shared.rows[r]); });
+          }
+        }
+      }
+    }
+    if constexpr (kThen == Then::probabilities) {
+      named_barrier(1, kMultiplying);  // all know the turn
+      if (own == 0) of.turns[blockIdx.x] = turn;
+    }
+  }
+#endif
+}
+
+// ---- fused split-K ------------------------------------------------------------------------------
+
+// The words of this part:
+//
+//     latency              how long a thread waits for what it has loaded, whatever its size
+//     under way            loaded, and not there yet. Latencies that pass at the same time are one
+//
+// Back to *fused rows*, for at most 16 columns. There 10 columns would occupy 10 of a block's 256
+// threads, each with a long sum of one load after another. Here the threads of a block share D:
+// thread t has column t % 16, and of the inputs every 16th one. It loads 8 of each before it uses
+// the first, so all of the row's loads are under way at once. Lanes with the same column add up
+// their sums by shuffles, and warps add them up through shared memory. After that the first warp
+// has all of the row's logits, one in a lane.
+//
+// W is read once for each row, from the L1 cache, and nothing is reused, and yet this is faster
+// than tensor cores and clusters where all of the layer is a few latencies long.
+constexpr int kFewColumns = 16;
+
+__global__ void __launch_bounds__(kThreads)
+    fused_split_k(const float* x, const float* W, float* probs, int D, int C) {
+  start_next_kernel();
+  wait_for_previous_kernel();
+  constexpr int kSharers = kThreads / kFewColumns, kAtOnce = 8;
+  __shared__ float sums[kWarps][kFewColumns];
+  const float* x_row = x + static_cast<size_t>(blockIdx.x) * D;
+  const int lane = threadIdx.x % 32, warp = threadIdx.x / 32, col = lane % kFewColumns;
+  float logit = 0;
+  for (int d0 = threadIdx.x / kFewColumns; d0 < D; d0 += kAtOnce * kSharers) {
+    // All loads come first. Beyond D or C they load some valid element: with a branch each load
+    // would wait for the one before.
+    float left[kAtOnce], right[kAtOnce];
+#pragma unroll
+    for (int i = 0; i < kAtOnce; ++i) {
+      const int d = min(d0 + i * kSharers, D - 1);
+      left[i] = x_row[d], right[i] = W[static_cast<size_t>(d) * C + min(col, C - 1)];
+    }
+#pragma unroll
+    for (int i = 0; i < kAtOnce; ++i) {
+      if (d0 + i * kSharers < D) logit += left[i] * right[i];
+    }
+  }
+#pragma unroll
+  for (int i = kFewColumns; i < 32; i *= 2) logit += __shfl_xor_sync(kAllLanes, logit, i);
+  if (lane < kFewColumns) sums[warp][col] = logit;
+  __syncthreads();
+  if (warp != 0) return;
+  logit = 0;
+#pragma unroll
+  for (int i = 0; i < kWarps; ++i) logit += sums[i][col];
+  if (col >= C) logit = minus_infinity();
+  const float largest = lanes_max<kFewColumns>(logit);
+  const float exponential = expf(logit - base_of(largest));
+  const float sum = lanes_sum<kFewColumns>(exponential);
+  if (lane < C) probs[static_cast<size_t>(blockIdx.x) * C + col] = exponential / sum;
 }
 
 // ---- The tables ---------------------------------------------------------------------------------
@@ -413,21 +1274,42 @@ inline void library_product(cublasHandle_t blas, const float* x, const float* W,
                             CUBLAS_GEMM_DEFAULT));
 }
 
-// A row of the table may have several ways to compute it. At most kMostWays of them, those with the
-// lowest estimates, are tried, and the row is timed with the fastest.
-constexpr Tries kTries = {.most = kMostWays, .hopeless = kHopeless};
-
 // A table is one shape in one precision. Each add_...() adds rows to it.
 struct SoftmaxTable : SoftmaxProblem {
-  Buffer<float> logits;   // of the kernels that are not fused
-  Buffer<float2> halves;  // of a softmax of long rows: maximum and sum of parts of a row
+  int B = static_cast<int>(shape.rows), D = static_cast<int>(shape.inputs),
+      C = static_cast<int>(shape.classes);
+  Buffer<float> logits;       // of what is not fused in one launch
+  Buffer<MaxSum> long_parts;  // of a softmax of long rows
 
   SoftmaxTable(Lesson& lesson, About about, const SoftmaxShape& shape)
       : SoftmaxProblem(lesson, about, shape),
         logits(problem.output<float>(shape.rows * shape.classes)),
-        halves(problem.output<float2>(shape.rows * blocks_for(shape.classes, kPartColumns))) {}
+        long_parts(problem.output<MaxSum>(shape.rows * ceil_div(shape.classes, kLongPart))) {}
 
-  void softmax_of_logits() const { softmax(logits, probs, shape, halves); }
+  // The softmax of (1) and (2): a row is one warp's, or one block's, or that of several blocks.
+  void softmax_of_logits() const {
+    const auto in_registers = [this](auto* kernel, int rows_of_a_block) {
+      launch_early(kernel, blocks_for(B, rows_of_a_block), kThreads, 0, logits, probs, B, C);
+    };
+    const bool vectors = C % 4 == 0;
+    if (C <= 32 && !vectors) {
+      in_registers(softmax_rows<32, 1, 1>, kWarps);
+    } else if (C <= 128) {
+      in_registers(vectors ? softmax_rows<32, 4, 4> : softmax_rows<32, 4, 1>, kWarps);
+    } else if (C <= 1024) {
+      in_registers(vectors ? softmax_rows<32, 32, 4> : softmax_rows<32, 32, 1>, kWarps);
+    } else if (C <= kLongestInRegisters) {
+      in_registers(vectors ? softmax_rows<kThreads, 32, 4> : softmax_rows<kThreads, 32, 1>, 1);
+    } else {
+      const int count = ceil_div(C, kLongPart);
+      launch_early(sum_parts, dim3(B, count), kThreads, 0, logits, long_parts, C);
+      finish(long_parts, count);
+    }
+  }
+  void finish(const MaxSum* parts, int count) const {
+    launch_early(finish_rows, dim3(B, ceil_div(C, kLongPart)), kThreads, 0, logits, probs, parts, C,
+                 count);
+  }
 
   // Row (1), library: a product by cuBLAS's own choice or by one of cuBLASLt's candidates,
   // whichever is the fastest, and then our softmax.
@@ -452,79 +1334,154 @@ struct SoftmaxTable : SoftmaxProblem {
       add_product("cuBLASLt, candidate " + std::to_string(i),
                   [=, *this] { product->call(i, x, W, logits); });
     }
-    add("library", Role::library, tf32 ? 80 : 0, ways, kTries);
+    add("library", Role::library, tf32 ? 80 : 0, ways, {.most = 24});
   }
 
-  // The kernels of this lesson. Up to 128 columns are one tile: *fused tiles* and *fused cluster*.
-  // More columns are several: *fused online* and *fused exchange*.
-  void add_kernels() const {
-    const int B = static_cast<int>(shape.rows), D = static_cast<int>(shape.inputs),
-              C = static_cast<int>(shape.classes);
+  void compare_rows(const std::string& fused, const std::string& unfused) const {
+    problem.compare(fused, unfused,
+                    name + ", " + fused + " (3) against " + unfused + " (2), % times as fast.");
+  }
+
+  // On the CUDA cores. Up to 128 columns are one tile: *fused tiles* and *fused cluster*. More
+  // columns are several: *online tiles* and *exchange tiles*.
+  void add_on_cuda_cores() const {
     const int strips = ceil_div(B, kRows), tiles = ceil_div(C, kCols);
     const auto in = [=, *this] { return SoftmaxInputs{x, W, B, D, C}; };
     MaxSum* const no_parts = nullptr;
 
-    add("unfused", Role::ours, [=, *this] {
-      launch_early(logit_tiles, strips * tiles, kThreads, 0, in(), logits, no_parts, tiles);
-      softmax_of_logits();
-    });
     if (about != About::tf32) {
       add("fused rows", Role::baseline,
           [=, *this] { launch_early(fused_rows, B, kThreads, 0, x, W, probs, D, C); });
     }
+    add("unfused tiles", Role::ours, [=, *this] {
+      launch_early(logit_tiles, strips * tiles, kThreads, 0, in(), logits, no_parts, tiles);
+      softmax_of_logits();
+    });
     if (tiles == 1) {
       add("fused tiles", Role::ours,
           [=, *this] { launch_early(fused_tiles, strips, kThreads, 0, in(), probs); });
+      compare_rows("fused tiles", "unfused tiles");
       if (clusters_that_fit(fused_cluster, kSplits, kThreads, 0) > 0) {
         add("fused cluster", Role::ours, [=, *this] {
           launch_clusters(fused_cluster, kSplits, true, kSplits * strips, kThreads, 0, in(), probs);
         }).needs(90);
       }
-      problem.compare("fused tiles", "unfused",
-                      name + ", tiles: fused (3) against unfused (2), % times as fast.");
       return;
     }
     const auto parts = problem.output<MaxSum>(shape.rows * tiles);
-    add("fused online", Role::ours, [=, *this] {
+    add("online tiles", Role::ours, [=, *this] {
       launch_early(logit_tiles, strips * tiles, kThreads, 0, in(), logits, parts, tiles);
-      launch_early(finish_rows, B, kThreads, 0, logits, parts, probs, C, tiles);
+      finish(parts, tiles);
     });
     // All tiles of a strip wait for each other, so there must be room for them.
-    const int at_once = resident_blocks(fused_exchange, kThreads, 0) / tiles;
+    const int at_once = resident_blocks(exchange_tiles, kThreads, 0) / tiles;
     if (at_once == 0) return;
     const auto arrived = problem.workspace<unsigned>(strips);
     const auto left = problem.workspace<unsigned>(strips);
-    add("fused exchange", Role::ours, [=, *this] {
-      launch_early(fused_exchange, tiles * std::min(strips, at_once), kThreads, 0, in(), probs,
+    add("exchange tiles", Role::ours, [=, *this] {
+      launch_early(exchange_tiles, tiles * std::min(strips, at_once), kThreads, 0, in(), probs,
                    parts, arrived, left, tiles);
     });
   }
 
-  // The operator, for any shape: a row for its unfused ways and one for its fused ways. With
-  // --kinds each kind of its kernels has two rows of its own.
-  void add_operator(const SoftmaxProduct& product, Math math, bool each_kind) const {
-    // Rows of 3xTF32 always say so in their names: their tables have rows of fp32, too. Rows of
-    // TF32 say so only in the tables with rows of only -inf, which have all three arithmetics. Rows
-    // of fp32 have no suffix.
-    const std::string suffix = math == Math::split             ? ", 3xTF32"
-                               : about == About::only_infinite ? math == Math::tf32 ? ", TF32" : ""
-                                                               : "";
-    const auto add_both = [&](const std::string& row, int needs, const auto& ways) {
-      if (!ways.unfused.empty()) {
-        add("unfused " + row, Role::ours, needs, ways_of_row(ways.unfused), kTries);
-        problem.compare("unfused " + row, "library",
-                        name + ", " + row + ": unfused (2) against library (1), % times as fast.");
-      }
-      if (ways.fused.empty()) return;
-      add("fused " + row, Role::ours, needs, ways_of_row(ways.fused), kTries);
-      problem.compare("fused " + row, "unfused " + row,
-                      name + ", " + row + ": fused (3) against unfused (2), % times as fast.");
-    };
-    const std::vector<Kind> kinds = product.kinds(math);
-    if (!each_kind) add_both("any shape" + suffix, 0, product.together(kinds));
-    for (const Kind& kind : kinds) {
-      if (each_kind) add_both("any shape: " + kind.name + suffix, kind.capability, kind);
+  // Up to 128 columns on tensor cores. In 3xTF32 W takes twice the registers, so fewer inputs are
+  // taken at a time, by more blocks.
+  template <bool k3xTF32>
+  void add_tensor_cores(const std::string& suffix) const {
+    if (C <= 64) {
+      add_tensor_cores<k3xTF32, 8, 16, 64, 64>(suffix);
+    } else if constexpr (k3xTF32) {
+      add_tensor_cores<true, 8, 80, 128, 128>(suffix);
+    } else {
+      add_tensor_cores<false, 4, 40, 128, 256>(suffix);
     }
+  }
+  template <bool k3xTF32, int kSplits, int kRows, int kClasses, int kInputs>
+  void add_tensor_cores(const std::string& suffix) const {
+    constexpr int kBytes = sizeof(ClusterShared<k3xTF32, kSplits, kRows, kClasses, kInputs>);
+    const auto kernel = tensor_core_cluster<k3xTF32, kSplits, kRows, kClasses, kInputs>;
+    allow_shared_bytes(kernel, kBytes);
+    if (clusters_that_fit(kernel, kSplits, 2 * kClasses, kBytes) == 0) return;
+    const auto launch = [=, *this](float* out, bool fused) {
+      const CUtensorMap map = tensor_map<float>(x, B, D, kRows, !k3xTF32, D, Reads::often);
+      launch_early(kernel, kSplits * ceil_div(B, kRows), 2 * kClasses, kBytes, map, W, out, B, D, C,
+                   fused);
+    };
+    const auto unfused = [=, *this] {
+      launch(logits, false);
+      softmax_of_logits();
+    };
+    const std::string names[] = {"unfused tensor cores" + suffix, "fused tensor cores" + suffix};
+    add(names[0], Role::ours, unfused).hopper_only().needs_shared(kBytes);
+    add(names[1], Role::ours, [=, *this] { launch(probs, true); })
+        .hopper_only()
+        .needs_shared(kBytes);
+    compare_rows(names[1], names[0]);
+  }
+
+  // More than 128 columns on tensor cores. Up to 128 rows are one strip. In 3xTF32 a thread has the
+  // sums of a step, too, so there is room for no more than 128 rows. Returns whether all tiles of a
+  // row run at a time, so that there is a row *fused*.
+  template <bool k3xTF32>
+  bool add_specialized(const std::string& suffix) const {
+    if constexpr (k3xTF32) {
+      return add_specialized<true, 128, 1>(suffix);
+    } else {
+      return B <= 128 ? add_specialized<false, 128, 2>(suffix)
+                      : add_specialized<false, 256, 2>(suffix);
+    }
+  }
+  template <bool k3xTF32, int kRows, int kPeers>
+  bool add_specialized(const std::string& suffix) const {
+    using Shared = SpecializedShared<k3xTF32, kRows>;
+    constexpr int kBytes = sizeof(Shared), kColumns = Shared::kColumns, kBlock = 384;
+    const auto to_logits = softmax_specialized<k3xTF32, kRows, kPeers, Then::logits>;
+    const auto to_parts = softmax_specialized<k3xTF32, kRows, kPeers, Then::parts>;
+    const auto to_probs = softmax_specialized<k3xTF32, kRows, kPeers, Then::probabilities>;
+    for (auto* kernel : {to_logits, to_parts, to_probs}) allow_shared_bytes(kernel, kBytes);
+    const int clusters = clusters_that_fit(to_probs, kPeers, kBlock, kBytes);
+    if (clusters == 0) return false;
+    const int tiles = kPeers * ceil_div(C, kPeers * kColumns), strips = ceil_div(B, kRows);
+    const auto parts = problem.output<MaxSum>(shape.rows * tiles);
+    const auto launch = [=, *this](auto* kernel, Specialized of, int grid) {
+      const CUtensorMap map_x =
+          tensor_map<float>(x, B, D, kRows / kPeers, !k3xTF32, D, Reads::often);
+      const CUtensorMap map_W = tensor_map<float>(W, D, C, kStep, !k3xTF32, C, Reads::often);
+      of.B = B, of.D = D, of.C = C, of.strips = strips, of.tiles = tiles;
+      launch_early(kernel, grid, kBlock, kBytes, map_x, map_W, of);
+    };
+    const auto add_row = [&](const std::string& row, const std::function<void()>& way) {
+      add(row + suffix, Role::ours, way).hopper_only().needs_shared(kBytes);
+    };
+    // Blocks that do not wait: as many as run at a time, or fewer if these take as many rounds.
+    const int band = 2048 / kRows;
+    const int grid = kPeers * persistent(int64_t{strips} * tiles / kPeers, clusters);
+    add_row("unfused specialized", [=, *this] {
+      launch(to_logits, {.together = band, .out = logits}, grid);
+      softmax_of_logits();
+    });
+    add_row("online specialized", [=, *this] {
+      launch(to_parts, {.together = band, .out = logits, .parts = parts}, grid);
+      finish(parts, tiles);
+    });
+    const int at_once = kPeers * clusters / tiles;  // strips of which all tiles run at a time
+    if (at_once == 0) {
+      compare_rows("online specialized" + suffix, "unfused specialized" + suffix);
+      return false;
+    }
+    const auto posted = problem.workspace<Posted>(int64_t{strips} * tiles * kRows);
+    const auto turns = problem.workspace<unsigned>(int64_t{strips} * tiles);
+    const int waiting = tiles * persistent(strips, at_once);
+    add_row("fused specialized", [=, *this] {
+      launch(to_probs, {.together = 1, .out = probs, .posted = posted, .turns = turns}, waiting);
+    });
+    compare_rows("fused specialized" + suffix, "unfused specialized" + suffix);
+    return true;
+  }
+
+  void add_split_k() const {
+    add("fused split-K", Role::ours,
+        [=, *this] { launch_early(fused_split_k, B, kThreads, 0, x, W, probs, D, C); });
   }
 };
 
@@ -541,18 +1498,33 @@ inline void add_bytes_note(Lesson& lesson, const std::vector<SoftmaxShape>& shap
   lesson.note("Fused in one launch, logits are neither written nor read:" + text + ".");
 }
 
-void add_table(Lesson& lesson, cublasHandle_t blas, About about, const SoftmaxShape& shape) {
+// Adds a table, and to `left_out` the lines that say which rows its shape cannot have.
+void add_table(Lesson& lesson, cublasHandle_t blas, About about, const SoftmaxShape& shape,
+               std::set<std::string>& left_out) {
   const SoftmaxTable table(lesson, about, shape);
   table.verify(blas, lesson.flag("--hard-rows"));
   table.add_library(blas);
   // On the CUDA cores 20 calls of the largest shapes take long, and show nothing new.
-  if (shape.flops() < 1e11) table.add_kernels();
-  const SoftmaxProduct product(workspace_of(table.problem), table.x, table.W, table.probs, shape);
-  const bool each_kind = lesson.flag("--kinds");
-  if (about != About::fp32) table.add_operator(product, Math::tf32, each_kind);
-  if (about == About::tf32) return;
-  table.add_operator(product, Math::fp32, each_kind);
-  table.add_operator(product, Math::split, each_kind);
+  if (shape.flops() < 1e11) table.add_on_cuda_cores();
+  // Rows of 3xTF32 say so in their names. Those of TF32 do it only in the tables with rows of only
+  // -inf, which have both.
+  const std::string tf32 = about == About::only_infinite ? ", TF32" : "";
+  const bool one_tile = table.C <= kCols;
+  if (one_tile && (table.D % 4 != 0 || table.C % 2 != 0)) {
+    left_out.insert("Tensor cores: left out where D is no multiple of 4, or C of 2.");
+  } else if (one_tile) {
+    if (about != About::fp32) table.add_tensor_cores<false>(tf32);
+    if (about != About::tf32) table.add_tensor_cores<true>(", 3xTF32");
+  } else if (table.D % 4 != 0 || table.C % 4 != 0) {
+    left_out.insert("Specialized: left out where D or C is no multiple of 4.");
+  } else {
+    bool fused = true;
+    if (about != About::fp32) fused = table.add_specialized<false>(tf32) && fused;
+    if (about != About::tf32) fused = table.add_specialized<true>(", 3xTF32") && fused;
+    if (!fused)
+      left_out.insert("Fused specialized: left out where a row has more tiles than run at a time.");
+  }
+  if (table.C <= kFewColumns) table.add_split_k();
 }
 
 int main(int argc, char** argv) {
@@ -565,12 +1537,11 @@ int main(int argc, char** argv) {
        .n_cpu = 64,
        .options = {{"--inputs", "D, columns of x", 1024}, {"--classes", "C, columns of W", 1000}},
        .flags = {{"--all", "the fp32 tables, too; without a shape: five shapes (CPU: four)"},
-                 {"--kinds", "rows for each kind of kernel that any shape chooses from"},
                  {"--hard-rows", "make logits huge, equal and -inf in some rows"}}});
   const bool all = lesson.flag("--all");
   std::vector<SoftmaxShape> shapes = {
       {64, 128, 10}, {256, 512, 50}, {1024, 1024, 100}, {4096, 1024, 1000}, {8192, 4096, 8192}};
-  if (lesson.on_cpu()) shapes = {{8, 16, 10}, {33, 65, 50}, {17, 129, 130}, {5, 40, 300}};
+  if (lesson.on_cpu()) shapes = {{8, 16, 10}, {33, 68, 50}, {17, 129, 130}, {5, 40, 300}};
   if (lesson.given("N") || lesson.given("--inputs") || lesson.given("--classes")) {
     shapes = {{lesson.n(), lesson.option("--inputs"), lesson.option("--classes")}};
   } else if (!all) {  // where launches count, a larger one, and on a GPU one with a long product
@@ -582,13 +1553,17 @@ int main(int argc, char** argv) {
 
   Cublas blas;
   const bool has_tf32 = lesson.device().major >= 8;
+  std::set<std::string> left_out;
   for (const SoftmaxShape& shape : shapes) {
-    if (all || has_tf32) add_table(lesson, blas, About::tf32, shape);
-    if (all || !has_tf32) add_table(lesson, blas, About::fp32, shape);
+    if (all || has_tf32) add_table(lesson, blas, About::tf32, shape, left_out);
+    if (all || !has_tf32) add_table(lesson, blas, About::fp32, shape, left_out);
   }
   add_bytes_note(lesson, shapes);
   if (lesson.flag("--hard-rows")) {
-    for (const SoftmaxShape& shape : shapes) add_table(lesson, blas, About::only_infinite, shape);
+    for (const SoftmaxShape& shape : shapes) {
+      add_table(lesson, blas, About::only_infinite, shape, left_out);
+    }
   }
+  for (const std::string& line : left_out) lesson.note(line);
   return lesson.run();
 }

@@ -37,7 +37,10 @@ LADDERS = {
         "gradient_features", "associated_features", "specialized_features", "cluster_features",
         "accumulate_backward", "specialized_backward",
     ],
-    "9_matmul_softmax": ["fused_rows", "fused_tiles", "fused_cluster", "logit_tiles", "fused_exchange"],
+    "9_matmul_softmax": [
+        "fused_rows", "logit_tiles", "fused_tiles", "fused_cluster", "exchange_tiles", "tensor_core_cluster",
+        "softmax_specialized", "fused_split_k",
+    ],
     "10_clifford_gp": ["fused_product", "forward_one_launch", "forward_on_chip"],
     "bonus_attention": [
         "attention_rows", "attention_mma", "attention_hopper", "attention_ping_pong", "attention_overlap",

@@ -328,10 +328,6 @@ EXERCISES = [
             ("5", "--inputs", "40", "--classes", "300", "--all", "--hard-rows"),
             ("3", "--inputs", "5", "--classes", "7", "--all")),
         gpu_arguments=("4096", "--inputs", "1024", "--classes", "1000", "--all"),
-        headers=("operators/softmax/softmax_product.cuh", "operators/softmax/cluster.cuh",
-                 "operators/softmax/plans.cuh", "operators/softmax/exchange.cuh", "operators/softmax/narrow.cuh",
-                 "operators/softmax/few.cuh", "operators/softmax/tiles.cuh", "operators/softmax/layer.cuh",
-                 "operators/softmax/rows.cuh"),
     ),
     Exercise(
         "cross_entropy", "9_softmax_training", "a loss and its gradient beside the softmax",

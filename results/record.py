@@ -40,7 +40,7 @@ SHAPE_SECONDS = 15
 VARIANTS = {
     "7_diffusion_fused": {"sweep": ["--sweep"]},
     "8_spatial_gradients": {"sweep": ["--sweep"]},
-    "9_matmul_softmax": {"50257": ["128", "--inputs", "2048", "--classes", "50257"]},
+    "9_matmul_softmax": {"50304": ["128", "--inputs", "2048", "--classes", "50304"]},
     "9_softmax_training": {"many": ["1024", "--inputs", "1024", "--classes", "4000"]},
     "10_clifford_gp": {
         "2,0,0": ["--algebra", "2,0,0"],
@@ -67,8 +67,8 @@ VARIANTS = {
 # The benchmark of an operator has the runs of its lesson.
 VARIANTS |= {
     "operators_diffusion": VARIANTS["7_diffusion_fused"],
-    "operators_gradients": VARIANTS["8_spatial_gradients"],
-    "operators_softmax": VARIANTS["9_matmul_softmax"],
+    "operators_gradients": {"256-512": ["131072", "--eigen", "256", "--width", "512"], "sweep": ["--sweep"]},
+    "operators_softmax": {"50257": ["128", "--inputs", "2048", "--classes", "50257"]},
     "operators_clifford": VARIANTS["10_clifford_gp"],
     "operators_clifford_connected": VARIANTS["bonus_clifford_fully_connected"],
     "operators_attention": VARIANTS["bonus_attention"],

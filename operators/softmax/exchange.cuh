@@ -1,9 +1,9 @@
 // The operator's *exchange*: softmax(x W) in one launch, for any shape. It has the idea of lesson
-// 9's kernel *fused exchange*, and another product: that of lesson 3's *any shape*
-// (operators/product/product.cuh), transposed.
+// 9's kernel *fused specialized*, in tiles of many sizes and for rows that start anywhere. Its
+// product is that of operators/product/product.cuh, transposed.
 //
 // The problem: to finish its part of a row a block needs the row's maximum and sum, and these are
-// known only when all parts of the row have been multiplied. In *fused online* each block therefore
+// known only when all parts of the row have been multiplied. In *online tiles* each block therefore
 // writes its logits, and they are read again. Here a row's blocks run at the same time. Each keeps
 // its logits in registers, posts the maximum and the sum of its part in memory, waits until the
 // others have, and writes probabilities, once. A row of one block waits for nobody.
@@ -41,8 +41,7 @@ using namespace primitives;
 // Of each matrix comes a box of 8 rows, which has the tile's columns and more. Lanes read four
 // neighbouring rows of W at a time, one of each box. So that these lie in different banks, the box
 // of matrix i starts 8 * i columns early. (They do so nearly: because of the multiples of 16 bytes
-// up to 3 columns more are early.) docs/lessons/9_matmul_softmax.md has an example, "Rows that are
-// not aligned".
+// up to 3 columns more are early.) docs/softmax.md has an example, "Rows that are not aligned".
 template <int kColumns>
 struct LooseTileOfW {
   static constexpr int kBoxes = 4, kBoxRows = kLine<float> / kBoxes, kPitch = kColumns + 28;

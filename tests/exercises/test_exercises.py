@@ -139,8 +139,8 @@ def test_piece_that_is_not_there_is_an_error(change):
 
 
 def test_header_that_another_would_bring_again_is_an_error():
-    with pytest.raises(TranslationError, match=r"^operators/softmax/\w+.cuh includes operators/softmax/rows.cuh again"):
-        with_headers((ROOT / "9_matmul_softmax.cu").read_text(), "operators/softmax/rows.cuh")
+    with pytest.raises(TranslationError, match=r"^primitives/[\w/]+\.cuh includes primitives/launch.h again"):
+        with_headers((ROOT / "9_matmul_softmax.cu").read_text(), "primitives/launch.h")
 
 
 @pytest.mark.parametrize("exercise", [each for each in MISTAKES if each.mutant[0]],

@@ -48,10 +48,7 @@ HEADERS = {
     "operators_diffusion": (*SHARED, "operators/diffusion/fused.cuh", "operators/diffusion/one_launch.cuh"),
     GPUS: ("checks/diffusion/gpus.cuh",),
     "8_spatial_gradients": SHARED,
-    "9_matmul_softmax": (*SHARED, KERNEL, "operators/softmax/softmax_product.cuh", "operators/softmax/cluster.cuh",
-                         "operators/softmax/plans.cuh", "operators/softmax/exchange.cuh",
-                         "operators/softmax/narrow.cuh", "operators/softmax/transposed_product.cuh",
-                         "operators/softmax/few.cuh"),
+    "9_matmul_softmax": SHARED,
     CONNECTED: ("operators/clifford_connected/planes.cuh", "operators/clifford_connected/few_rows.cuh",
                 "operators/clifford_connected/tasks.cuh", "operators/clifford_connected/layer.cuh"),
     "10_clifford_gp": ("operators/clifford/row_exchange.cuh", "operators/clifford/streamed.cuh",
@@ -60,7 +57,12 @@ HEADERS = {
 }
 # What these lessons have of operators until they have kernels of their own.
 HEADERS.update({
-    "operators_gradients": HEADERS["8_spatial_gradients"], "operators_softmax": HEADERS["9_matmul_softmax"],
+    "operators_gradients": (*SHARED, "operators/gradients/features.cuh", "operators/gradients/forward.cuh",
+                            "operators/gradients/backward.cuh", "operators/gradients/tiles.cuh"),
+    "operators_softmax": (*SHARED, KERNEL, "operators/softmax/softmax_product.cuh", "operators/softmax/cluster.cuh",
+                          "operators/softmax/plans.cuh", "operators/softmax/exchange.cuh",
+                          "operators/softmax/narrow.cuh", "operators/softmax/transposed_product.cuh",
+                          "operators/softmax/few.cuh"),
     "operators_clifford": HEADERS["10_clifford_gp"], "operators_clifford_connected": HEADERS[CONNECTED],
 })
 OPERATORS = tuple(f"operators_{name}" for name in (
@@ -182,6 +184,12 @@ TIMING_ONLY = {
 }
 # Mistakes that make no difference: program -> (function, call and change) -> why.
 HARMLESS = {
+    "operators_softmax": {
+        ("most_owned", "__syncwarp() without", 0):
+            "it is there for the compiler: a warp arrives at the cluster's barrier as one",
+        ("narrow_columns", "wait_for_previous_kernel() without", 0):
+            "it reads nothing that a kernel before it writes, and what a launch before writes is the same",
+    },
     PRODUCT: {
         ("product", "wait_for_previous_kernel() without", 0):
             "the kernel before it was launched as usual, and nothing has to wait for it",
@@ -212,12 +220,8 @@ HARMLESS = {
             "the same thread commits when it stores its next tile, and there is one",
     },
     "9_matmul_softmax": {
-        ("most_owned", "__syncwarp() without", 0):
-            "it is there for the compiler: a warp arrives at the cluster's barrier as one",
         ("fused_cluster", "__syncwarp() without", 0):
             "it is there for the compiler: a warp arrives at the cluster's barrier as one",
-        ("narrow_columns", "wait_for_previous_kernel() without", 0):
-            "it reads nothing that a kernel before it writes, and what a launch before writes is the same",
     },
     "10_clifford_gp": {
         ("forward_streamed", "wait_for_previous_kernel() without", 0):
@@ -318,35 +322,17 @@ RUNS = {
         (("600", "--eigen", "40", "--width", "136", "--kernel", "^(warp specialization|cluster)$"), 2),
     ],
     "9_matmul_softmax": [
-        # The lesson's own: more tiles along D than stages, and two clusters.
+        # More tiles along D than stages, and two clusters.
         (("40", "--inputs", "1100", "--classes", "70", "--kernel", "^fused cluster$"), 16),
-        # Two warpgroups, and two or three chunks for each block.
-        (("13", "--inputs", "1100", "--classes", "70", "--all", "--kinds", "--kernel", "^fused.*: cluster"), 8),
-        # Rows that start anywhere, in tiles of classes.
-        (ROWS_OF_CLASSES, 32),
-        (("200", "--inputs", "300", "--classes", "390", "--all", "--kinds", "--kernel", "^fused.*: exchange"), 4),
-        # Rows with more blocks than run at a time.
-        (HALF_FUSED, 8),
-        # Slices of D.
-        (("40", "--inputs", "1000", "--classes", "300", "--kinds", "--kernel", "^fused.*: exchange"), 8),
-        # Rows that no copy of 16 bytes finds, and more steps than stages; on 3 multiprocessors one cluster
-        # of three blocks.
-        (("300", "--inputs", "300", "--classes", "261", "--kinds", "--kernel", "^fused.*: exchange"), 3),
-        # Rows of x that start anywhere, and a -inf at the end of the row before: in TF32, by three
-        # warpgroups, and in 3xTF32. (The tables of only -inf show it.)
-        (("330", "--inputs", "33", "--classes", "300", "--hard-rows",
-          "--kinds", "--kernel", "^fused.*: exchange, TF32$"), 8),
-        (("260", "--inputs", "33", "--classes", "200", "--all", "--hard-rows",
-          "--kinds", "--kernel", "^fused.*: exchange, 3xTF32$"), 4),
+        # Two or three chunks of D for each block, in both sizes of tile.
+        (("13", "--inputs", "1100", "--classes", "50", "--all", "--kernel", "^fused tensor cores"), 8),
+        (("90", "--inputs", "2060", "--classes", "70", "--all", "--kernel", "^fused tensor cores"), 8),
+        # Several strips for each block, one after another, whose blocks wait for each other; more steps than stages.
+        (("600", "--inputs", "300", "--classes", "388", "--all", "--kernel", "^fused specialized"), 4),
         # A block has one strip: its threads have not met since they began.
-        (("130", "--inputs", "70", "--classes", "261", "--kinds", "--kernel", "^fused.*: exchange"), 8),
-        # More slabs than stages, and a last one whose end is no multiple of 16 bytes.
-        (("2053", "--inputs", "129", "--classes", "20", "--kinds", "--kernel", "^fused.*: narrow"), 4),
-        # Clusters that add up rows: each block owns one or two, or two; and several groups of inputs a warp.
-        (("3", "--inputs", "1100", "--classes", "70", "--kinds", "--kernel", "^unfused.*: few rows$"), 2),
-        (("8", "--inputs", "1100", "--classes", "70", "--kinds", "--kernel", "^unfused.*: few rows$"), 4),
+        (("100", "--inputs", "72", "--classes", "260", "--all", "--kernel", "^fused specialized"), 8),
         # Blocks that do not wait for one another, and each have several tiles and strips.
-        (("300", "--inputs", "70", "--classes", "1500", "--kinds", "--kernel", "^unfused.*: exchange"), 4),
+        (("300", "--inputs", "72", "--classes", "1500", "--all", "--kernel", "^(unfused|online) specialized"), 4),
     ],
     # Small tiles; clusters of two blocks, with planes beside, whose tiles wait for one another; few rows,
     # whose weights are the left factor, and shared sums. With fewer rows planes beside have small tiles.
@@ -383,9 +369,43 @@ RUNS = {
     ],
 }
 # The same rows in the benchmarks, where those of lesson 9's operator have shorter names.
+# A cluster of one or two blocks, which have 64 columns each or more, or backward 32; and E in more than two steps.
 RUNS["operators_gradients"] = [
-    ((*words[:-1], "^operator$"), multiprocessors) for words, multiprocessors in RUNS["8_spatial_gradients"]]
-RUNS["operators_softmax"] = [run for run in RUNS["9_matmul_softmax"] if run[0][-1] != "^fused cluster$"]
+    (("520", "--width", "128", "--kernel", "^operator$"), 2),
+    (("450", "--width", "72", "--kernel", "^operator$"), 4),
+    (("300", "--eigen", "136", "--width", "72", "--kernel", "^operator$"), 4),
+    # E in one step, of which a block has more tiles than stages.
+    (("600", "--eigen", "40", "--width", "136", "--kernel", "^operator$"), 2),
+]
+RUNS["operators_softmax"] = [
+    # Two warpgroups, and two or three chunks for each block.
+    (("13", "--inputs", "1100", "--classes", "70", "--all", "--kinds", "--kernel", "^fused.*: cluster"), 8),
+    # Rows that start anywhere, in tiles of classes.
+    (ROWS_OF_CLASSES, 32),
+    (("200", "--inputs", "300", "--classes", "390", "--all", "--kinds", "--kernel", "^fused.*: exchange"), 4),
+    # Rows with more blocks than run at a time.
+    (HALF_FUSED, 8),
+    # Slices of D.
+    (("40", "--inputs", "1000", "--classes", "300", "--kinds", "--kernel", "^fused.*: exchange"), 8),
+    # Rows that no copy of 16 bytes finds, and more steps than stages; on 3 multiprocessors one cluster
+    # of three blocks.
+    (("300", "--inputs", "300", "--classes", "261", "--kinds", "--kernel", "^fused.*: exchange"), 3),
+    # Rows of x that start anywhere, and a -inf at the end of the row before: in TF32, by three
+    # warpgroups, and in 3xTF32. (The tables of only -inf show it.)
+    (("330", "--inputs", "33", "--classes", "300", "--hard-rows",
+      "--kinds", "--kernel", "^fused.*: exchange, TF32$"), 8),
+    (("260", "--inputs", "33", "--classes", "200", "--all", "--hard-rows",
+      "--kinds", "--kernel", "^fused.*: exchange, 3xTF32$"), 4),
+    # A block has one strip: its threads have not met since they began.
+    (("130", "--inputs", "70", "--classes", "261", "--kinds", "--kernel", "^fused.*: exchange"), 8),
+    # More slabs than stages, and a last one whose end is no multiple of 16 bytes.
+    (("2053", "--inputs", "129", "--classes", "20", "--kinds", "--kernel", "^fused.*: narrow"), 4),
+    # Clusters that add up rows: each block owns one or two, or two; and several groups of inputs a warp.
+    (("3", "--inputs", "1100", "--classes", "70", "--kinds", "--kernel", "^unfused.*: few rows$"), 2),
+    (("8", "--inputs", "1100", "--classes", "70", "--kinds", "--kernel", "^unfused.*: few rows$"), 4),
+    # Blocks that do not wait for one another, and each have several tiles and strips.
+    (("300", "--inputs", "70", "--classes", "1500", "--kinds", "--kernel", "^unfused.*: exchange"), 4),
+]
 RUNS["operators_clifford"] = RUNS["10_clifford_gp"]
 RUNS["operators_clifford_connected"] = RUNS[CONNECTED]
 

@@ -138,14 +138,14 @@ HEADERS = {
     FUSED: ("primitives/wmma_fragments.cuh", RING),
     DIFFUSION: (RING,),
     SPATIAL: (RING,),
-    SOFTMAX: ("operators/softmax/softmax_product.cuh", "operators/softmax/cluster.cuh", "operators/softmax/plans.cuh",
-              "operators/softmax/exchange.cuh", "operators/softmax/narrow.cuh",
-              "operators/softmax/transposed_product.cuh", "operators/softmax/few.cuh",
-              "operators/softmax/tiles.cuh", "operators/softmax/layer.cuh",
-              "operators/softmax/rows.cuh", "operators/softmax/fp32_product.cuh", "primitives/row_parts.cuh", RING),
+    SOFTMAX: ("primitives/row_parts.cuh", RING),
+    OF_SOFTMAX: ("operators/softmax/softmax_product.cuh", "operators/softmax/cluster.cuh", "operators/softmax/plans.cuh",
+                 "operators/softmax/exchange.cuh", "operators/softmax/narrow.cuh",
+                 "operators/softmax/transposed_product.cuh", "operators/softmax/few.cuh",
+                 "operators/softmax/tiles.cuh", "operators/softmax/layer.cuh",
+                 "operators/softmax/rows.cuh", "operators/softmax/fp32_product.cuh", "primitives/row_parts.cuh", RING),
     TRAINING: ("primitives/row_parts.cuh",),
 }
-HEADERS[OF_SOFTMAX] = HEADERS[SOFTMAX]
 
 # What the mutants run with: the slices of a sum follow from how many multiprocessors there are, and
 # two hold no cluster of four.
@@ -217,17 +217,11 @@ BARRIERS = [
      ("3", "--inputs", "9", "--classes", "10", "--all", "--kinds")),
     (OF_SOFTMAX, "fused: tiles", "is_last_block(unsigned", 1,
      ("3", "--inputs", "260", "--classes", "10", "--all", "--kinds")),
-    (SOFTMAX, "fused any shape: rows, D split", "fused_rows_split(", 1,
-     ("3", "--inputs", "40", "--classes", "10", "--kinds")),
+    (SOFTMAX, "fused split-K", "fused_split_k(", 1, ("3", "--inputs", "40", "--classes", "10")),
     # More tiles along D than stages.
-    (SOFTMAX, "unfused", "int next() {", 1, ("3", "--inputs", "150", "--classes", "10")),
+    (SOFTMAX, "unfused tiles", "int next() {", 1, ("3", "--inputs", "150", "--classes", "10")),
     # Three blocks that wait for each other.
-    (SOFTMAX, "fused exchange", "fused_exchange(", 2, ("40", "--inputs", "9", "--classes", "200")),
-    (SOFTMAX, "fused any shape: tiles", "all_columns(Factors", 1,
-     ("3", "--inputs", "9", "--classes", "10", "--all", "--kinds")),
-    # Two blocks that share D.
-    (SOFTMAX, "fused any shape: tiles", "is_last_block(unsigned", 1,
-     ("3", "--inputs", "260", "--classes", "10", "--all", "--kinds")),
+    (SOFTMAX, "exchange tiles", "exchange_tiles(", 2, ("40", "--inputs", "9", "--classes", "200")),
     # More than a step, and two slices of the batch.
     (TRAINING, "half fused", "void multiply(", 1, ("3", "--inputs", "70", "--classes", "10")),
     (TRAINING, "dlogits in memory", "is_last_block(unsigned", 1,

@@ -67,26 +67,18 @@ EXPLAINED = {
     ("8_spatial_gradients", "", "backward: warp specialization"): {
         "global_store_sectors": SUMS, "shared_store_conflicts": ARBITRATION},
     **{("9_matmul_softmax", "64,128,10", f"TF32 64x128x10: {kernel}"): {"shared_load_requests": MERGED}
-       for kernel in ("unfused", "fused tiles", "fused cluster")},
-    **{("9_matmul_softmax", run, f"TF32 {problem}: unfused"): {"shared_load_requests": MERGED}
+       for kernel in ("unfused tiles", "fused tiles", "fused cluster")},
+    **{("9_matmul_softmax", run, f"TF32 {problem}: unfused tiles"): {"shared_load_requests": MERGED}
        for run, problem in (("300,300,260", "300x300x260"), ("9,233,4101", "9x233x4101"))},
-    ("9_matmul_softmax", "300,300,260", "TF32 300x300x260: fused online"): {
+    ("9_matmul_softmax", "300,300,260", "TF32 300x300x260: online tiles"): {
         "global_store_requests": UNKNOWN, "shared_load_requests": MERGED},
-    ("9_matmul_softmax", "300,300,260", "TF32 300x300x260: fused exchange"): {
+    ("9_matmul_softmax", "300,300,260", "TF32 300x300x260: exchange tiles"): {
         "global_store_requests": UNKNOWN, "global_store_sectors": UNKNOWN, "shared_load_requests": MERGED},
-    ("9_matmul_softmax", "300,300,260", "TF32 300x300x260: unfused any shape"): {
-        "shared_load_requests": MERGED, "shared_load_conflicts": ARBITRATION},
-    ("9_matmul_softmax", "300,300,260", "TF32 300x300x260: fused any shape"): {
-        "global_store_requests": UNKNOWN, "global_store_sectors": UNKNOWN, "shared_load_requests": APART},
-    ("9_matmul_softmax", "9,233,4101", "TF32 9x233x4101: fused online"): {
+    ("9_matmul_softmax", "9,233,4101", "TF32 9x233x4101: online tiles"): {
         "global_store_requests": UNKNOWN, "shared_load_requests": MERGED},
-    ("9_matmul_softmax", "9,233,4101", "TF32 9x233x4101: fused exchange"): {
+    ("9_matmul_softmax", "9,233,4101", "TF32 9x233x4101: exchange tiles"): {
         "global_load_requests": POLLING, "global_load_sectors": POLLING, "global_store_requests": UNKNOWN,
         "shared_load_requests": MERGED},
-    ("9_matmul_softmax", "9,233,4101", "TF32 9x233x4101: unfused any shape"): {
-        "shared_load_conflicts": ARBITRATION, "shared_store_conflicts": ARBITRATION},
-    ("9_matmul_softmax", "9,233,4101", "TF32 9x233x4101: fused any shape"): {
-        "shared_load_requests": MERGED, "shared_store_conflicts": ARBITRATION},
     ("10_clifford_gp", "", "forward: row on chip"): {"global_load_sectors": COPIES},
     ("10_clifford_gp", "", "forward: rows streamed"): {"shared_store_conflicts": ARBITRATION},
     ("10_clifford_gp", "", "forward + backward: one launch each"): {

@@ -38,14 +38,14 @@ CLIFFORD_SIZES = [
     ("1", "--features", "5", "--algebra", "4,1,0"),
     ("2", "--features", "4", "--turned"),
 ]
-# Columns of one block, with rows that are hard; D in two blocks; columns in three, and two strips of rows;
-# two slices of D.
+# Columns of one block, with rows that are hard; D in two blocks; columns in three, and two strips of rows; a softmax
+# of rows that are too long for registers.
 SOFTMAX_SIZES = [
-    ("3", "--inputs", "33", "--classes", "19", "--all", "--hard-rows", "--kinds"),
-    ("2", "--inputs", "260", "--classes", "10", "--all", "--kinds"),
-    ("35", "--inputs", "5", "--classes", "300", "--kernel", "^(unfused|fused online|fused exchange)$"),
-    ("3", "--inputs", "5", "--classes", "300", "--all", "--kinds", "--kernel", "^(library|unfused.*: online)$"),
-    ("3", "--inputs", "150", "--classes", "40", "--all", "--kinds", "--kernel", "few rows$"),
+    ("3", "--inputs", "36", "--classes", "20", "--all", "--hard-rows"),
+    ("2", "--inputs", "260", "--classes", "10", "--all"),
+    ("35", "--inputs", "5", "--classes", "300"),
+    ("130", "--inputs", "40", "--classes", "260", "--all", "--kernel", "specialized"),
+    ("2", "--inputs", "4", "--classes", "8300", "--kernel", "^library$"),
 ]
 # One tile; several along each extent.
 TRAINING_SIZES = [("2", "--inputs", "8", "--classes", "3"), ("67", "--inputs", "70", "--classes", "97")]

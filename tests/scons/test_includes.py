@@ -28,8 +28,7 @@ ROOMS = {
 TESTS = ("cpu/tests/", "operators/tests/")  # they include what they test
 LESSON = r"(primitives|checks|common)/"
 # Lessons that have no kernel yet in the place of their operator's.
-WITH_OPERATORS = {"8_spatial_gradients.cu", "9_matmul_softmax.cu", "10_clifford_gp.cu",
-                  "bonus_clifford_fully_connected.cu"}
+WITH_OPERATORS = {"10_clifford_gp.cu", "bonus_clifford_fully_connected.cu"}
 
 
 def rule_of(file):
