@@ -33,7 +33,7 @@ LADDERS = {
     "7_diffusion_fused": ["project_slices", "add_slices", "expand_spectrum", "diffusion_one_launch"],
     "8_spatial_gradients": ["gradient_features", "associated_features"],
     "9_matmul_softmax": ["fused_rows", "fused_tiles", "fused_cluster", "logit_tiles", "fused_exchange"],
-    "10_clifford_gp": ["fused_product", "forward_one_launch", "forward_on_chip"],
+    "10_clifford_gp": ["fused_product", "forward_one_launch", "forward_on_chip", "forward_streamed"],
     "bonus_attention": [
         "attention_rows", "attention_mma", "attention_hopper", "attention_ping_pong", "attention_overlap",
     ],

@@ -55,8 +55,6 @@ HEADERS = {
                          "operators/softmax/few.cuh"),
     CONNECTED: ("operators/clifford_connected/planes.cuh", "operators/clifford_connected/few_rows.cuh",
                 "operators/clifford_connected/tasks.cuh", "operators/clifford_connected/layer.cuh"),
-    "10_clifford_gp": ("operators/clifford/row_exchange.cuh", "operators/clifford/streamed.cuh",
-                       "operators/clifford/layer.cuh"),
     ATTENTION: ("operators/attention/hopper.cuh", "operators/attention/layer.cuh"),
 }
 LESSONS = ("3_matmul_tensorcore", "6_gating_fused", "7_diffusion_fused", "8_spatial_gradients", "9_matmul_softmax",
@@ -196,8 +194,6 @@ HARMLESS = {
             "it reads nothing that a kernel before it writes, and what a launch before writes is the same",
         ("RegisterWeights", "shared_fence() without", 0):
             "the CPU backend lets the copy engine write where threads wrote, if they have met since",
-        ("bytes", "__syncwarp() without", 0):
-            "it is there for the compiler's choice of registers",
     },
     # Whoever does not wait for its turn goes first: results are the same.
     ATTENTION: {
@@ -327,13 +323,8 @@ RUNS = {
     ],
     "10_clifford_gp": [
         (("60", "--features", "260", "--algebra", "2,0,0", "--kernel", "streamed"), 2),
-        # Rows that start anywhere.
-        (("60", "--features", "261", "--algebra", "2,0,0", "--kernel", "streamed"), 2),
-        # Rows of two blocks.
-        (("20", "--features", "1030", "--algebra", "2,0,0", "--kernel", "streamed"), 4),
         # All warps order copies.
-        (("30", "--features", "261", "--kernel", "streamed"), 2),
-        # Backward's weights are in shared memory.
+        (("30", "--features", "260", "--kernel", "streamed"), 2),
         (("9", "--features", "300", "--algebra", "3,0,1", "--kernel", "streamed"), 2),
     ],
 }
