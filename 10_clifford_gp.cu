@@ -39,61 +39,479 @@
 // the bytes arrive: memory is the limit, if every byte moves once. If each operator is a kernel of
 // its own, bytes move many times: that is the first row of the table.
 //
-//     unfused         a kernel for each operator, as a framework runs it: 26 of them in 3-D; they
-//                     stand in operators/clifford/unfused.cuh
-//     fused product   gates and product in one kernel, the norm in another
-//     one launch      a block owns a row (all features of a batch element) and reads it twice
-//     row on chip     the row stays in registers while its norm is reduced, the weights in shared
-//                     memory, and the next row is on its way
-//     rows streamed   the copy engine brings the next rows, the weights are in registers (backward,
-//                     of 8 blades and more, in shared memory), and a cluster of blocks shares a row
-//                     that is too long for one; needs compute capability 9.0
+//     unfused          a kernel for each operator, as a framework runs it: 26 of them in 3-D
+//     product by hand  gates and product in one kernel, written out for the plane; the norm in
+//                      another. Only in the tables of --algebra 2,0,0
+//     fused product    the same for any algebra: the compiler writes the product
+//     one launch       a block owns a row (all features of a batch element) and reads it twice
+//     row on chip      persistent blocks: the row stays in registers while its norm is reduced, the
+//                      weights stay in shared memory, and the next row is prefetched
+//     rows streamed    a pipeline of several stages that the copy engine fills; the weights are in
+//                      registers, and a row's sums come together while the next row is multiplied
 //
-// A row may start at any address (Place says how), and any number of warps may have parts of it. A
-// cluster of 8 blocks holds 8192 features of 8 blades, 4096 of 16, 2048 of 32. "row on chip" has
-// one block for a row, and holds fewer.
+// Forward stands first, then backward. Each table ends with its fastest row. The last two rows take
+// features that are a multiple of 4, so that a row is whole vectors of 16 bytes, and rows that fit
+// in a block: of "rows streamed" 1024 features of 4 or 8 blades, 512 of 16, 256 of 32. It needs
+// compute capability 9.0.
 //
 // What makes a kernel of 92 such instructions fast is that nobody looks anything up: which blade
 // times which gives which, with which sign and which weight, is known when the program is compiled.
 // Most write these lines by hand, or generate them with a symbolic package. Here the compiler does,
 // from the signature: Cl<3, 0, 0> is all that a user writes; Cl<1, 3, 0> (spacetime), Cl<3, 0, 1>
 // (projective) and Cl<4, 1, 0> (conformal) cost nothing more.
-//
-// The words of the kernels below, and where they stand in operators/clifford/. Read algebra.cuh
-// first, weighted_product() and gradients() in it.
-//
-//     algebra.cuh    A is an algebra, such as Cl<3, 0, 0>. A Pack<W> is one coefficient of W
-//                    features, and Multivectors<A, W> are W multivectors, in registers: blade[0] of
-//                    them is the scalar. unroll() is a loop whose index is a constant
-//     clifford.cuh   Gates, FeatureSums and GradientSums (what a row adds up), add_up_row, and
-//                    Weights, those of one feature, in registers. A block has at most kMaxWarps
-//                    warps
-//     tensors.h      Layer has the sizes. layer.plane() is batch x features: so many elements
-//                    further on is the next blade of the same multivector
-//     unfused.cuh    a StripThread says which feature and which strip of 32 rows a thread has; a
-//                    block has kStripFeatures features
-//     rows.cuh       which features of which row a thread has (RowsOnChip, Place), and the shared
-//                    memory of "row on chip" (OnChipMemory)
 
 #include <algorithm>
+#include <bit>
 #include <optional>
+#include <type_traits>
+#include <utility>
 
 #include "checks/clifford/clifford.h"
-#include "operators/clifford/algebra.cuh"
-#include "operators/clifford/clifford.cuh"
-#include "operators/clifford/layer.cuh"
-#include "operators/clifford/unfused.cuh"
 #include "primitives/async_copy.cuh"
+#include "primitives/early_launch.cuh"
+#include "primitives/hopper/barrier.cuh"
+#include "primitives/hopper/copies.cuh"
 #include "primitives/launch.h"
 
 using namespace checks;
-using namespace operators::clifford;
+using namespace primitives;
+
+// ---- Product by hand ----------------------------------------------------------------------------
+
+__device__ float gate(float s) { return 0.5f + 0.5f * erff(s * 0.70710678f); }
+
+// The plane. A thread has one multivector of x and one of y, all four blades of each, and makes
+// that of z. Blade k of feature f in row n is element k * plane + n * features + f of a tensor, so
+// threads that are neighbours read and write neighbours. Both gates are factors of the whole
+// product, z = gate(x_1) gate(y_1) (x y), so x' and y' need not be made.
+//
+// A feature has 10 weights. They stand in the order of their triples (a, c, b):
+//
+//     w      0      1      2      3      4      5      6      7      8      9
+//     a,c,b  0,0,0  0,1,1  0,2,2  1,0,1  1,1,0  1,1,2  1,2,1  2,0,2  2,1,1  2,2,0
+__global__ void product_by_hand(const float* x, const float* y, const float* w, float* z,
+                                Layer layer) {
+  const size_t plane = layer.plane(),
+               at = static_cast<size_t>(blockIdx.x) * blockDim.x + threadIdx.x;
+  if (at >= plane) return;
+  w += at % layer.features * 10;
+  const float x_1 = x[at], x_e1 = x[plane + at], x_e2 = x[2 * plane + at],
+              x_e12 = x[3 * plane + at];
+  const float y_1 = y[at], y_e1 = y[plane + at], y_e2 = y[2 * plane + at],
+              y_e12 = y[3 * plane + at];
+  const float gates = gate(x_1) * gate(y_1);
+  z[at] = gates * (w[0] * x_1 * y_1 + w[3] * (x_e1 * y_e1 + x_e2 * y_e2) - w[7] * x_e12 * y_e12);
+  z[plane + at] = gates * (w[1] * x_1 * y_e1 + w[4] * x_e1 * y_1 +  //
+                           w[8] * x_e12 * y_e2 - w[5] * x_e2 * y_e12);
+  z[2 * plane + at] = gates * (w[1] * x_1 * y_e2 + w[4] * x_e2 * y_1 -  //
+                               w[8] * x_e12 * y_e1 + w[5] * x_e1 * y_e12);
+  z[3 * plane + at] =
+      gates * (w[2] * x_1 * y_e12 + w[9] * x_e12 * y_1 + w[6] * (x_e1 * y_e2 - x_e2 * y_e1));
+}
+
+// ---- The algebra --------------------------------------------------------------------------------
+
+// In three dimensions these four lines would be 64 terms, and a mistake in one sign would be hard
+// to find. From here to the end of the next section the compiler learns to write them. First it
+// makes the table above, for any signature: the functions are constexpr, so they run when the
+// program is compiled.
+//
+// Basis vectors e1 .. ep square to +1, the next q to -1, the last r to 0. A blade is the set of its
+// basis vectors, bit v - 1 for ev: e13 is 0b101. Blades are numbered by grade, within a grade by
+// their bits: 1; e1, e2, e3; e12, e13, e23; e123.
+template <int p, int q, int r>
+struct Cl {
+  static constexpr int kVectors = p + q + r, kBlades = 1 << kVectors, kGrades = kVectors + 1;
+
+  // The product of two sets of vectors has those that are in one of them, a ^ b. Its sign: a swap
+  // for each vector of b that moves past a later one of a; then what is in both meets itself.
+  static constexpr int sign_of_product(unsigned a, unsigned b) {
+    int swaps = 0;
+    for (unsigned later = a >> 1; later != 0; later >>= 1) swaps += std::popcount(later & b);
+    int sign = swaps % 2 == 0 ? 1 : -1;
+    for (int v = 0; v < kVectors; ++v) {
+      if (a & b & 1u << v) sign *= v < p ? 1 : v < p + q ? -1 : 0;
+    }
+    return sign;
+  }
+
+  // The grades of x, of the result and of y; how many terms the triple has; and which blades of each
+  // have terms, as sets. (With vectors that square to 0 some have none.)
+  struct Triple {
+    int x, result, y, terms;
+    unsigned with_x, with_result, with_y;
+  };
+  struct Tables {
+    int grade[kBlades] = {};
+    int first[kGrades + 1] = {};                      // blade of a grade
+    int product[kBlades][kBlades] = {};               // which blade two blades make
+    int sign[kBlades][kBlades] = {};                  // with which sign
+    Triple triple[kGrades * kGrades * kGrades] = {};  // by x, then result, then y
+    int triples = 0;
+  };
+  static constexpr Tables make_tables() {
+    Tables t;
+    unsigned vectors[kBlades] = {};  // of a blade
+    int number[kBlades] = {};        // of the blade that has these vectors
+    int blades = 0;
+    for (int grade = 0; grade < kGrades; ++grade) {
+      t.first[grade] = blades;
+      for (unsigned set = 0; set < kBlades; ++set) {
+        if (std::popcount(set) != grade) continue;
+        vectors[blades] = set;
+        t.grade[blades] = grade;
+        number[set] = blades++;
+      }
+    }
+    t.first[kGrades] = blades;
+    for (int i = 0; i < kBlades; ++i) {
+      for (int j = 0; j < kBlades; ++j) {
+        t.product[i][j] = number[vectors[i] ^ vectors[j]];
+        t.sign[i][j] = sign_of_product(vectors[i], vectors[j]);
+      }
+    }
+    for (int a = 0; a < kGrades; ++a) {
+      for (int c = 0; c < kGrades; ++c) {
+        for (int b = 0; b < kGrades; ++b) {
+          Triple found = {a, c, b, 0, 0, 0, 0};
+          for (int i = t.first[a]; i < t.first[a + 1]; ++i) {
+            for (int j = t.first[b]; j < t.first[b + 1]; ++j) {
+              const int k = t.product[i][j];
+              if (t.grade[k] != c || t.sign[i][j] == 0) continue;
+              ++found.terms;
+              found.with_x |= 1u << i;
+              found.with_result |= 1u << k;
+              found.with_y |= 1u << j;
+            }
+          }
+          if (found.terms > 0) t.triple[t.triples++] = found;
+        }
+      }
+    }
+    return t;
+  }
+  static constexpr Tables kTables = make_tables();
+  static constexpr int kTriples = kTables.triples;
+
+  __host__ __device__ static constexpr int first(int grade) { return kTables.first[grade]; }
+  __host__ __device__ static constexpr int grade(int blade) { return kTables.grade[blade]; }
+  __host__ __device__ static constexpr Triple triple(int t) { return kTables.triple[t]; }
+  __host__ __device__ static constexpr bool has_one_blade(int grade) {
+    return first(grade + 1) - first(grade) == 1;
+  }
+  // The blade that i and j make: e_i e_j = +-e_k. Any two of the three make the third: so this is
+  // also how j is found from i and k, and i from j and k.
+  __host__ __device__ static constexpr int product(int i, int j) { return kTables.product[i][j]; }
+  __host__ __device__ static constexpr bool has_terms_in_x(int t, int i) {
+    return (triple(t).with_x >> i & 1) != 0;
+  }
+  __host__ __device__ static constexpr bool has_terms_in_z(int t, int k) {
+    return (triple(t).with_result >> k & 1) != 0;
+  }
+  __host__ __device__ static constexpr bool has_terms_in_y(int t, int j) {
+    return (triple(t).with_y >> j & 1) != 0;
+  }
+  // The sign of e_i e_j; 0 unless x_i y_j is a term of triple t.
+  __host__ __device__ static constexpr int sign(int t, int i, int j) {
+    const Triple of = triple(t);
+    const bool is_term = grade(i) == of.x && grade(j) == of.y && grade(product(i, j)) == of.result;
+    return is_term ? kTables.sign[i][j] : 0;
+  }
+};
+
+// What everybody knows.
+static_assert(Cl<3, 0, 0>::sign_of_product(0b001, 0b010) == 1);     // e1 e2 = e12
+static_assert(Cl<3, 0, 0>::sign_of_product(0b010, 0b001) == -1);    // e2 e1 = -e12
+static_assert(Cl<2, 0, 0>::sign_of_product(0b11, 0b11) == -1);      // e12 e12 = -1
+static_assert(Cl<3, 0, 0>::sign_of_product(0b111, 0b111) == -1);    // e123 e123 = -1
+static_assert(Cl<3, 0, 1>::sign_of_product(0b1000, 0b1000) == 0);   // the projective direction
+static_assert(Cl<1, 3, 0>::sign_of_product(0b0001, 0b0001) == 1);   // time
+static_assert(Cl<1, 3, 0>::sign_of_product(0b0010, 0b0010) == -1);  // space
+static_assert(Cl<1, 3, 0>::sign_of_product(0b0011, 0b0011) == 1);   // the plane of a boost
+static_assert(Cl<2, 0, 0>::kTriples == 10 && Cl<3, 0, 0>::kTriples == 20);
+
+// ---- The product, for any algebra ---------------------------------------------------------------
+
+// Words of this section:
+//
+//     Pack<W>             the same blade of W neighbouring features. A thread moves it by one
+//                         access of up to 16 bytes
+//     Multivectors<A, W>  W multivectors of algebra A, a Pack for each blade
+//     unroll<0, n>(body)  calls body(0), body(1), ..., body(n - 1): a loop that is written out
+//                         when the program is compiled
+//     Constant<n>         what unroll() hands to its body: the number n as a type. So the body may
+//                         use it where C++ wants a constant: in `if constexpr`, as a template's
+//                         argument, and as an index into registers, which have no addresses
+//     over_grade<A, a>    unroll() over the blades of grade a
+//     add_product<sign>   a multiply-add with a sign. With sign 0 it is nothing at all
+template <int W>
+struct alignas(W * sizeof(float)) Pack {
+  float v[W];
+};
+template <typename A, int W>
+struct Multivectors {
+  Pack<W> blade[A::kBlades];
+};
+
+template <int n>
+struct Constant {
+  static constexpr int value = n;
+  __device__ constexpr operator int() const { return n; }
+};
+template <int first, typename Body, int... i>
+__device__ __forceinline__ void unroll_sequence(Body& body, std::integer_sequence<int, i...>) {
+  (body(Constant<first + i>()), ...);
+}
+template <int first, int end, typename Body>
+__device__ __forceinline__ void unroll(Body body) {
+  unroll_sequence<first>(body, std::make_integer_sequence<int, end - first>());
+}
+template <typename A, int grade, typename Body>
+__device__ __forceinline__ void over_grade(Body body) {
+  unroll<A::first(grade), A::first(grade + 1)>(body);
+}
+
+template <int W>
+__device__ __forceinline__ Pack<W> operator*(const Pack<W>& a, const Pack<W>& b) {
+  Pack<W> result;
+#pragma unroll
+  for (int e = 0; e < W; ++e) result.v[e] = a.v[e] * b.v[e];
+  return result;
+}
+template <int sign = 1, int W>
+__device__ __forceinline__ void add_product(Pack<W>& sum, const Pack<W>& a, const Pack<W>& b) {
+#pragma unroll
+  for (int e = 0; e < W; ++e) {
+    if constexpr (sign > 0) sum.v[e] += a.v[e] * b.v[e];
+    if constexpr (sign < 0) sum.v[e] -= a.v[e] * b.v[e];
+  }
+}
+
+// The terms of triple t in blade k of z, without the weight: of each x_i, the y_j that it needs.
+template <typename A, int t, int k, int W>
+__device__ __forceinline__ Pack<W> terms_of_z(const Multivectors<A, W>& x,
+                                              const Multivectors<A, W>& y) {
+  Pack<W> sum = {};
+  over_grade<A, A::triple(t).x>([&](auto i) {
+    constexpr int j = A::product(i, k);
+    add_product<A::sign(t, i, j)>(sum, x.blade[i], y.blade[j]);
+  });
+  return sum;
+}
+
+// The product of x and y; weight(t) is the Pack of triple t's weights. When all of this is written
+// out, multiplications and multiply-adds are left, as in product_by_hand. Where does the weight go?
+// If x or y has only one blade of the triple's grade, as it has one scalar, then all terms share
+// this blade, and the weight multiplies it once. Otherwise it multiplies the sum of the terms, once
+// for each blade of z. In 3-D the 20 weights take 28 multiplications, beside 64 terms.
+template <typename A, int W, typename Weight>
+__device__ __forceinline__ Multivectors<A, W> weighted_product(const Multivectors<A, W>& x,
+                                                               const Multivectors<A, W>& y,
+                                                               const Weight& weight) {
+  Multivectors<A, W> z = {};
+  unroll<0, A::kTriples>([&](auto t) {
+    constexpr auto of = A::triple(t);
+    if constexpr (A::has_one_blade(of.x)) {
+      constexpr int i = A::first(of.x);
+      const Pack<W> weighted = weight(t) * x.blade[i];
+      over_grade<A, of.y>([&](auto j) {
+        constexpr int k = A::product(i, j);
+        add_product<A::sign(t, i, j)>(z.blade[k], weighted, y.blade[j]);
+      });
+    } else if constexpr (A::has_one_blade(of.y)) {
+      constexpr int j = A::first(of.y);
+      const Pack<W> weighted = weight(t) * y.blade[j];
+      over_grade<A, of.x>([&](auto i) {
+        constexpr int k = A::product(i, j);
+        add_product<A::sign(t, i, j)>(z.blade[k], weighted, x.blade[i]);
+      });
+    } else {
+      over_grade<A, of.result>([&](auto k) {
+        if constexpr (A::has_terms_in_z(t, k)) {
+          add_product(z.blade[k], weight(t), terms_of_z<A, t, k>(x, y));
+        }
+      });
+    }
+  });
+  return z;
+}
+
+// ---- Unfused ------------------------------------------------------------------------------------
+
+// The baseline: the layer as a framework runs it. An operator reads its inputs from memory and
+// writes its result there. Generously counted: eager PyTorch would take a kernel for each sign and
+// sum, here it is one for a whole grade triple. In the first two kernels a thread has a
+// multivector, and in the third a block has a row of one grade.
+
+constexpr int kMaxWarps = 16;  // of a block
+
+template <typename A>
+__device__ __forceinline__ Multivectors<A, 1> load(const float* from, size_t plane) {
+  Multivectors<A, 1> result;
+  unroll<0, A::kBlades>([&](auto k) { result.blade[k].v[0] = from[k * plane]; });
+  return result;
+}
+template <int grade, typename A>
+__device__ __forceinline__ void load_grade(Multivectors<A, 1>& to, const float* from,
+                                           size_t plane) {
+  over_grade<A, grade>([&](auto k) { to.blade[k].v[0] = from[k * plane]; });
+}
+
+// gated = in gate(in_1)
+template <typename A>
+__global__ void apply_gate(const float* in, float* gated, Layer layer) {
+  const size_t at = static_cast<size_t>(blockIdx.x) * blockDim.x + threadIdx.x;
+  if (at >= layer.plane()) return;
+  const Multivectors<A, 1> value = load<A>(in + at, layer.plane());
+  const float factor = gate(value.blade[0].v[0]);
+  unroll<0, A::kBlades>(
+      [&](auto k) { gated[k * layer.plane() + at] = factor * value.blade[k].v[0]; });
+}
+
+// z_c = or += w <<x>_a <y>_b>_c for triple t = (a, c, b). The first triple of a grade of z writes,
+// the others add.
+template <typename A, int t>
+__global__ void multiply_grades(const float* x, const float* y, const float* w, float* z,
+                                Layer layer) {
+  constexpr auto of = A::triple(t);
+  constexpr bool is_first = [] {
+    for (int earlier = 0; earlier < t; ++earlier) {
+      if (A::triple(earlier).result == A::triple(t).result) return false;
+    }
+    return true;
+  }();
+  const size_t at = static_cast<size_t>(blockIdx.x) * blockDim.x + threadIdx.x;
+  const size_t plane = layer.plane();
+  if (at >= plane) return;
+  const float weight = w[at % layer.features * A::kTriples + t];
+  Multivectors<A, 1> left, right;  // only one grade of each
+  load_grade<of.x>(left, x + at, plane);
+  load_grade<of.y>(right, y + at, plane);
+  over_grade<A, of.result>([&](auto k) {
+    const float sum = weight * terms_of_z<A, t, k>(left, right).v[0];
+    z[k * plane + at] = is_first ? sum : z[k * plane + at] + sum;
+  });
+}
+
+// How a row adds up kCount numbers over its features. Each thread brings its own `sums`. A warp
+// adds them up by shuffles: lanes that are 16 apart exchange what they have, then lanes that are 8
+// apart, and so on, until all 32 lanes have the sum (a butterfly). The warps meet in shared memory.
+// Calls take turns with two `partials`, so one barrier for each is enough: who writes one has
+// passed the barrier of the other, and so has everybody who read it.
+template <int kCount>
+struct alignas(16) Sums {
+  float value[(kCount + 3) / 4 * 4];
+};
+template <int kCount>
+__device__ __forceinline__ void add_up_block(Sums<kCount>& sums, Sums<kCount>* partials) {
+  for (int other = 16; other > 0; other /= 2) {
+#pragma unroll
+    for (int i = 0; i < kCount; ++i) {
+      sums.value[i] += __shfl_xor_sync(0xffffffffu, sums.value[i], other);
+    }
+  }
+  if (threadIdx.x % 32 == 0) partials[threadIdx.x / 32] = sums;
+  __syncthreads();
+  const int warps = blockDim.x / 32;
+  sums = partials[0];
+  for (int warp = 1; warp < warps; ++warp) {
+    for (int i = 0; i < kCount; ++i) sums.value[i] += partials[warp].value[i];
+  }
+}
+
+// rsqrtf is within two units in the last place.
+__device__ float inverse_rms(float squares, const Layer& layer) {
+  constexpr float kEpsilon = 1e-6f;
+  return rsqrtf(squares * layer.inverse_features + kEpsilon);
+}
+
+// out = z / rms(z) for the `blades` planes of one grade. Keeps the 1 / rms for backward.
+__global__ void normalize_grade(const float* z, float* out, float* inverses, int blades,
+                                Layer layer) {
+  __shared__ Sums<1> partials[kMaxWarps];
+  const size_t row = static_cast<size_t>(blockIdx.x) * layer.features;
+  Sums<1> squares = {};
+  for (int blade = 0; blade < blades; ++blade) {
+    for (int f = threadIdx.x; f < layer.features; f += blockDim.x) {
+      const float value = z[blade * layer.plane() + row + f];
+      squares.value[0] += value * value;
+    }
+  }
+  add_up_block(squares, partials);
+  const float inverse = inverse_rms(squares.value[0], layer);
+  if (threadIdx.x == 0) inverses[blockIdx.x] = inverse;
+  for (int blade = 0; blade < blades; ++blade) {
+    for (int f = threadIdx.x; f < layer.features; f += blockDim.x) {
+      const size_t i = blade * layer.plane() + row + f;
+      out[i] = z[i] * inverse;
+    }
+  }
+}
 
 // ---- Fused product ------------------------------------------------------------------------------
 
-// Gates and product in one kernel. Both gates are factors of the whole product, z = gate(x_1)
-// gate(y_1) (x y), so that x' and y' are never made, and the sums of 20 kernels stay in registers.
-// A thread owns a feature and a strip of rows, so that it reads its weights once.
+// Gates and product in one kernel, as in product_by_hand, but written by the compiler. The sums of
+// 20 kernels stay in registers. A thread owns a feature and a strip of rows, so that it reads its
+// weights once.
+//
+//     StripThread  says which feature a thread has, and which rows
+//     Weights<A>   the weights of a feature, in registers. They are consecutive in memory, and come
+//                  up to 16 bytes at a time
+constexpr int kStrip = 32, kStripFeatures = 128;
+
+int strips(const Layer& layer) { return ceil_div(layer.batch, kStrip); }
+int strip_blocks(const Layer& layer) {
+  return strips(layer) * ceil_div(layer.features, kStripFeatures);
+}
+
+// Thread i of block b: feature i of chunk b % chunks, rows of strip b / chunks.
+struct StripThread {
+  int feature, row, end, strip;
+  __device__ explicit StripThread(const Layer& layer) {
+    const int chunks = ceil_div(layer.features, kStripFeatures);
+    strip = blockIdx.x / chunks;
+    feature = blockIdx.x % chunks * kStripFeatures + threadIdx.x;
+    row = strip * kStrip;
+    end = feature < layer.features ? min(layer.batch, row + kStrip) : row;
+  }
+};
+
+template <typename A>
+struct Weights {
+  static constexpr int kWidth = A::kTriples % 4 == 0 ? 4 : A::kTriples % 2 == 0 ? 2 : 1;
+  Pack<kWidth> packs[A::kTriples / kWidth];
+
+  __device__ __forceinline__ explicit Weights(const float* from) {
+#pragma unroll
+    for (int i = 0; i < A::kTriples / kWidth; ++i) {
+      packs[i] = reinterpret_cast<const Pack<kWidth>*>(from)[i];
+    }
+  }
+  template <typename Index>
+  __device__ __forceinline__ Pack<1> operator()(Index) const {
+    return {{packs[Index::value / kWidth].v[Index::value % kWidth]}};
+  }
+};
+
+template <int W>
+__device__ __forceinline__ Pack<W> gates_of(const Pack<W>& scalars) {
+  Pack<W> result;
+#pragma unroll
+  for (int e = 0; e < W; ++e) result.v[e] = gate(scalars.v[e]);
+  return result;
+}
+
+// z before the norm.
+template <typename A, int W, typename Weight>
+__device__ __forceinline__ Multivectors<A, W> gated_product(const Multivectors<A, W>& x,
+                                                            const Multivectors<A, W>& y,
+                                                            const Weight& weight) {
+  Multivectors<A, W> z = weighted_product(x, y, weight);
+  const Pack<W> gates = gates_of(x.blade[0]) * gates_of(y.blade[0]);
+  unroll<0, A::kBlades>([&](auto k) { z.blade[k] = z.blade[k] * gates; });
+  return z;
+}
+
 template <typename A>
 __global__ void __launch_bounds__(kStripFeatures)
     fused_product(const float* x, const float* y, const float* w, float* z, Layer layer) {
@@ -109,16 +527,25 @@ __global__ void __launch_bounds__(kStripFeatures)
   }
 }
 
+// sums[c] += the squares of z of grade c.
+template <typename A, int W>
+__device__ __forceinline__ void add_squares(const Multivectors<A, W>& z, Sums<A::kGrades>& sums) {
+  unroll<0, A::kBlades>([&](auto k) {
+#pragma unroll
+    for (int e = 0; e < W; ++e) sums.value[A::grade(k)] += z.blade[k].v[e] * z.blade[k].v[e];
+  });
+}
+
 // The norm of all grades; a block a row, which it reads twice, the second time from a cache.
 template <typename A>
 __global__ void normalize(const float* z, float* out, Layer layer) {
-  __shared__ FeatureSums<A::kGrades> partials[kMaxWarps];
+  __shared__ Sums<A::kGrades> partials[kMaxWarps];
   const size_t row = static_cast<size_t>(blockIdx.x) * layer.features, plane = layer.plane();
-  FeatureSums<A::kGrades> squares = {};
+  Sums<A::kGrades> squares = {};
   for (int f = threadIdx.x; f < layer.features; f += blockDim.x) {
     add_squares(load<A>(z + row + f, plane), squares);
   }
-  add_up_row(squares, partials, blockDim.x / 32);
+  add_up_block(squares, partials);
   for (int f = threadIdx.x; f < layer.features; f += blockDim.x) {
     unroll<0, A::kBlades>([&](auto k) {
       const size_t i = k * plane + row + f;
@@ -139,12 +566,12 @@ constexpr int kRowThreads = 256;
 template <typename A>
 __global__ void __launch_bounds__(kRowThreads)
     forward_one_launch(const float* x, const float* y, const float* w, float* out, Layer layer) {
-  __shared__ FeatureSums<A::kGrades> partials[2][kMaxWarps];
+  __shared__ Sums<A::kGrades> partials[2][kMaxWarps];
   const size_t plane = layer.plane();
   int turn = 0;
   for (int n = blockIdx.x; n < layer.batch; n += gridDim.x, turn ^= 1) {
     const size_t row = static_cast<size_t>(n) * layer.features;
-    FeatureSums<A::kGrades> sums = {};
+    Sums<A::kGrades> sums = {};
     for (int walk = layer.normed ? 1 : 2; walk <= 2; ++walk) {
       for (int f = threadIdx.x; f < layer.features; f += blockDim.x) {
         const Multivectors<A, 1> z =
@@ -159,24 +586,823 @@ __global__ void __launch_bounds__(kRowThreads)
           out[k * plane + row + f] = z.blade[k].v[0] * r;
         });
       }
-      if (walk == 1) add_up_row(sums, partials[turn], blockDim.x / 32);
+      if (walk == 1) add_up_block(sums, partials[turn]);
     }
   }
 }
 
-// The same for backward. A row has two sums for each grade: that of z^2, as forward, and that of
-// d_out z. The first walk adds up both, the second makes dx, dy and dw. Both walks compute P first,
-// the product before it is multiplied by the gates. Each block adds up its part of dw in memory of
-// its own, (triples, features).
+// ---- Row on chip --------------------------------------------------------------------------------
+
+// Three things are better than above. z stays in registers while its row's squares are added up, so
+// that nothing is read or computed twice. Blocks are persistent, and the weights are transposed
+// into shared memory once, and serve all rows that the block ever has. And the next row is
+// prefetched: as soon as a thread has taken its part of x and y into registers it orders the next
+// row's into the same place, so that memory works while the block multiplies, reduces and waits at
+// the barrier.
+//
+//     persistent     a block stays, and takes one group of rows after the other. There are as many
+//                    blocks as the GPU holds at a time
+//     prefetch       to fetch what will be needed later: here by cp.async, copies to shared memory
+//                    that run while the thread goes on (primitives/async_copy.cuh)
+//     RowsOnChip     how many threads a block has, and how many of them, whole warps, have a row
+//     Place          which row of its block a thread has, and which W features: neighbours, moved
+//                    as one vector
+//     SharedWeights  the weights of a row, of each of its threads side by side
+//     RowReduction   adds up the sums of rows of which a block has several
+
+// Threads of a block. A thread of 512 has 128 registers; with 32 blades, of 256, 255.
+template <typename A>
+constexpr int kThreads = A::kBlades <= 16 ? 512 : 256;
+// W: a thread has so many features of a row as its registers hold. It needs x, y and z of these
+// features at the same time, which are 3 W multivectors.
+template <typename A>
+constexpr int kForwardWidth = A::kBlades <= 8 ? 4 : 1;
+constexpr int kVector = 4;  // rows are whole vectors of so many floats, 16 bytes
+
+struct RowsOnChip {
+  int threads, per_row;
+  __host__ __device__ int rows() const { return threads / per_row; }
+  __host__ __device__ int groups(const Layer& layer) const { return ceil_div(layer.batch, rows()); }
+};
+
+template <int W>
+struct Place {
+  int row, first;     // of its block's rows; of the thread's features
+  bool has_features;  // the last warp of a row may have threads without any
+  __device__ Place(const RowsOnChip& shape, const Layer& layer)
+      : row(threadIdx.x / shape.per_row),
+        first(threadIdx.x % shape.per_row * W),
+        has_features(first < layer.features) {}
+};
+
+// What a thread reads lies side by side, at constant offsets from one address: addresses that
+// depend on a stride would each take a register. And from thread to thread it is an odd number of
+// packs, so that neighbouring threads meet in no bank.
+template <typename A, int W>
+struct SharedWeights {
+  static constexpr int kStride = W * (A::kTriples | 1);
+  static constexpr size_t bytes(int per_row) { return sizeof(float) * per_row * kStride; }
+
+  const float* own;  // of this thread
+
+  // Starts the copies of all weights, a float at a time: they change places. Zeros beyond the row's
+  // end, so that zeros are all that threads without a feature have and compute.
+  __device__ SharedWeights(float* shared, const float* w, const RowsOnChip& shape,
+                           const Layer& layer)
+      : own(shared + threadIdx.x % shape.per_row * kStride) {
+    for (int i = threadIdx.x; i < shape.per_row * W * A::kTriples; i += shape.threads) {
+      const int feature = i / A::kTriples, t = i % A::kTriples;
+      copy_async<sizeof(float)>(shared + feature / W * kStride + t * W + feature % W, w + i,
+                                feature < layer.features);
+    }
+  }
+  template <typename Index>
+  __device__ __forceinline__ Pack<W> operator()(Index t) const {
+    return *reinterpret_cast<const Pack<W>*>(own + t * W);
+  }
+};
+
+// The shared memory of a block, from the front: its warps' sums; the weights; and for each thread
+// the inputs of its next row, which it fills, reads and refills alone. kCount: how many sums a row
+// has.
+template <typename A, int W, int kTensors, int kCount>
+struct OnChip {
+  static constexpr int kStride = W * (kTensors * A::kBlades | 1);
+  using Partials = Sums<kCount>[2][kMaxWarps];
+  static size_t bytes(const RowsOnChip& shape) {
+    return sizeof(Partials) + SharedWeights<A, W>::bytes(shape.per_row) +
+           sizeof(float) * shape.threads * kStride;
+  }
+  __device__ static Partials& partials(float* shared) {
+    return *reinterpret_cast<Partials*>(shared);
+  }
+  __device__ static float* weights(float* shared) {
+    return shared + sizeof(Partials) / sizeof(float);
+  }
+
+  float* inputs;  // of this thread
+  __device__ OnChip(float* shared, const RowsOnChip& shape)
+      : inputs(weights(shared) + shape.per_row * SharedWeights<A, W>::kStride +
+               threadIdx.x * kStride) {}
+
+  // Starts the copies of a thread's part of a tensor, `from` its part of the first plane. What was
+  // there has been read: __syncwarp() keeps the compiler from moving these reads behind the copies.
+  __device__ __forceinline__ void fetch(int tensor, const float* from, size_t plane,
+                                        bool inside) const {
+    __syncwarp();
+#pragma unroll
+    for (int k = 0; k < A::kBlades; ++k, from += plane) {
+      copy_async<sizeof(Pack<W>)>(inputs + (tensor * A::kBlades + k) * W, from, inside);
+    }
+  }
+  // Waits for all copies of this thread. No read is moved before it, see above.
+  __device__ __forceinline__ static void wait() {
+    copy_async_wait<0>();
+    __syncwarp();
+  }
+  __device__ __forceinline__ Multivectors<A, W> take(int tensor) const {
+    Multivectors<A, W> result;
+    unroll<0, A::kBlades>([&](auto k) {
+      result.blade[k] = *reinterpret_cast<const Pack<W>*>(inputs + (tensor * A::kBlades + k) * W);
+    });
+    return result;
+  }
+};
+
+// A butterfly for each of kCount sums takes 5 kCount shuffles. This takes fewer, in two halves that
+// are called reduce-scatter and all-gather. First lanes give each other half of what they hold: one
+// goes on with the lower half of the sums, the other with the upper half, of both lanes. In the end
+// lane i has sum i of its warp, and so have lanes i + kPlaces, i + 2 kPlaces... For 8 sums that
+// takes 9 shuffles, instead of 40. The sums of the row's warps meet in shared memory; then each
+// lane adds up its own sum, and all get it from there.
+template <int kCount>
+struct RowReduction {
+  static constexpr int kSteps = std::bit_width(kCount - 1u), kPlaces = 1 << kSteps;
+
+  __device__ static float over_places(float sum) {
+#pragma unroll
+    for (int other = kPlaces; other < 32; other *= 2) {
+      sum += __shfl_xor_sync(0xffffffffu, sum, other);
+    }
+    return sum;
+  }
+  // Adds up over a warp, and writes the result to memory.
+  __device__ __forceinline__ static void leave(const Sums<kCount>& sums, Sums<kCount>& to) {
+    const int lane = threadIdx.x % 32;
+    float held[kPlaces];
+    unroll<0, kPlaces>([&](auto i) { held[i] = i < kCount ? sums.value[i] : 0; });
+    unroll<0, kSteps>([&](auto step) {
+      constexpr int half = kPlaces >> (step + 1);
+      const bool upper = (lane & half) != 0;
+      unroll<0, half>([&](auto i) {
+        const float given = upper ? held[i] : held[i + half];
+        held[i] = (upper ? held[i + half] : held[i]) + __shfl_xor_sync(0xffffffffu, given, half);
+      });
+    });
+    const float of_warp = over_places(held[0]);
+    if (lane < kCount) to.value[lane] = of_warp;
+  }
+  // The row's sums, from what its warps have left.
+  __device__ __forceinline__ static Sums<kCount> collect(const Sums<kCount>* of, int warps) {
+    const int place = threadIdx.x % kPlaces, first = threadIdx.x % 32 / kPlaces;
+    float own = 0;
+#pragma unroll
+    for (int warp = 0; warp < kMaxWarps; warp += 32 / kPlaces) {
+      if (first + warp < warps && place < kCount) own += of[first + warp].value[place];
+    }
+    own = over_places(own);
+    Sums<kCount> sums = {};
+    unroll<0, kCount>([&](auto i) { sums.value[i] = __shfl_sync(0xffffffffu, own, i); });
+    return sums;
+  }
+};
+
+// Adds up the sums of each row of a block. As in add_up_block, calls take turns with two `partials`.
+template <int kCount>
+__device__ __forceinline__ void add_up_row(Sums<kCount>& sums, Sums<kCount>* partials,
+                                           const RowsOnChip& shape) {
+  const int warp = threadIdx.x / 32, warps = shape.per_row / 32;
+  RowReduction<kCount>::leave(sums, partials[warp]);
+  __syncthreads();
+  sums = RowReduction<kCount>::collect(partials + warp / warps * warps, warps);
+}
+
+// A thread's z, divided by its row's rms if that is wanted, to memory.
+template <typename A, int W>
+__device__ __forceinline__ void store_normed(const Multivectors<A, W>& z,
+                                             const Sums<A::kGrades>& sums, const Layer& layer,
+                                             float* to, bool inside) {
+  unroll<0, A::kGrades>([&](auto c) {
+    const float r = layer.normed ? inverse_rms(sums.value[c], layer) : 1;
+    over_grade<A, c>([&](auto k) {
+      Pack<W> normed;
+#pragma unroll
+      for (int e = 0; e < W; ++e) normed.v[e] = z.blade[k].v[e] * r;
+      if (inside) *reinterpret_cast<Pack<W>*>(to) = normed;
+      to += layer.plane();
+    });
+  });
+}
+
+// `first` is the first row of the block's group, and n the thread's own row.
+template <typename A, int W>
+__global__ void __launch_bounds__(kThreads<A>, 1)
+    forward_on_chip(const float* x, const float* y, const float* w, float* out, Layer layer,
+                    RowsOnChip shape) {
+  enum Tensor { kX, kY, kTensors };
+  using Memory = OnChip<A, W, kTensors, A::kGrades>;
+  extern __shared__ __align__(128) float shared[];
+  const Memory memory(shared, shape);
+  auto& partials = Memory::partials(shared);
+  const Place<W> place(shape, layer);
+  const size_t plane = layer.plane();
+  const int step = gridDim.x * shape.rows();
+  const auto at = [&](int n) { return static_cast<size_t>(n) * layer.features + place.first; };
+  const auto inside = [&](int n) { return n < layer.batch && place.has_features; };
+  const auto fetch = [&](int n) {
+    memory.fetch(kX, x + at(n), plane, inside(n));
+    memory.fetch(kY, y + at(n), plane, inside(n));
+    copy_async_commit();
+  };
+
+  int first = blockIdx.x * shape.rows(), n = first + place.row;
+  const SharedWeights<A, W> weights(Memory::weights(shared), w, shape, layer);
+  fetch(n);
+  memory.wait();
+  __syncthreads();  // for the weights, which all threads have copied
+  int turn = 0;
+  for (; first < layer.batch; first += step, n += step, turn ^= 1) {
+    memory.wait();
+    const auto left = memory.take(kX), right = memory.take(kY);
+    if (first + step < layer.batch) fetch(n + step);
+    const Multivectors<A, W> z = gated_product(left, right, weights);
+    Sums<A::kGrades> sums = {};
+    if (layer.normed) {
+      add_squares(z, sums);
+      add_up_row(sums, partials[turn], shape);
+    }
+    store_normed(z, sums, layer, out + at(n), inside(n));
+  }
+}
+
+// ---- Rows streamed ------------------------------------------------------------------------------
+
+// The same idea once more, but no thread fetches its own x and y. One copy of the copy engine (TMA)
+// brings a whole plane of a block's rows, up to 4 KB, and several stages are on their way instead
+// of one. What the other kernel spent on that, registers and instructions, is free for the weights:
+// a thread has the same features in all of its rows, and keeps their weights in registers.
+//
+// Nor do the warps of a row stop at __syncthreads() for its sums. Each warp posts its sums, and
+// goes on with its part of the next row. It collects the row's sums when it needs them. This is
+// called software pipelining: in a round a thread multiplies one row, and finishes the one before.
+//
+//     stage         a place in shared memory for the rows that a block works on at a time. A
+//                   pipeline has several, which take turns
+//     barrier       an mbarrier, in shared memory. It goes through one phase after the other, and a
+//                   thread waits for the end of a phase by its parity: 0, 1, 0, 1 and so on
+//     expect bytes  a phase may also wait for bytes that copies bring: barrier_arrive_expect()
+//                   announces them, and bulk_load() starts such a copy (a bulk copy)
+//     Ring          which stage comes next, and the parity of its phase
+//     early launch  the next kernel's blocks start when these have started, and take their places
+//                   one by one (programmatic dependent launch, primitives/early_launch.cuh)
+
+// What a block of compute capability 9.0 can have at most; and stages of forward, in bytes.
+constexpr int kMostSharedBytes = 227 << 10, kForwardBytes = 208 << 10;
+
+// W features per thread: as many as the registers hold.
+template <typename A>
+constexpr int kStreamedWidth = A::kBlades <= 8 ? 2 : 1;
+
+// Rows of a block, side by side in their plane.
+template <typename A, int W>
+using Plane = float[kThreads<A> * W];
+
+// The sums of a block's warps, which meet without a barrier of the block. Round r uses slot r % 2.
+// A warp posts round r + 2 only after it has collected round r + 1. For that every warp has posted
+// round r + 1, and so has collected round r before. So nobody reads slot r % 2 any more.
+template <int kCount, int kWarps>
+struct PostedSums {
+  Sums<kCount> of[2][kWarps];
+  Barrier posted[2];
+
+#if HOPPER_CODE
+  // Lanes write the sums; __syncwarp() orders these writes before the arrival of lane 0.
+  __device__ __forceinline__ void post(const Sums<kCount>& sums, int round) {
+    RowReduction<kCount>::leave(sums, of[round % 2][threadIdx.x / 32]);
+    __syncwarp();
+    if (threadIdx.x % 32 == 0) barrier_arrive(&posted[round % 2]);
+  }
+  // When all warps of the block have posted: the sums of this thread's row.
+  __device__ __forceinline__ Sums<kCount> collect(const RowsOnChip& shape, int row, int round) {
+    const int warps = shape.per_row / 32;
+    barrier_wait(&posted[round % 2], round / 2 % 2);
+    return RowReduction<kCount>::collect(of[round % 2] + row * warps, warps);
+  }
+#endif
+};
+
+#if HOPPER_CODE
+// Prepares the barriers of a block: a stage is full when one thread has announced its bytes and
+// they have come; a slot is full when all warps have posted.
+template <class Memory>
+__device__ void prepare(Memory& memory) {
+  if (threadIdx.x == 0) {
+    for (Barrier& full : memory.full) barrier_init(&full, 1);
+    for (Barrier& posted : memory.sums.posted) barrier_init(&posted, blockDim.x / 32);
+    barrier_init_fence();
+  }
+  __syncthreads();
+}
+
+// Orders a group's rows, if they are there: all planes of all tensors. place_of(p) says where plane
+// p lies in the stage. All warps order a few planes each: copies start one after the other, and a
+// warp that ordered all would be late for its own work. One thread tells the barrier how many bytes
+// come. It does not matter whether some of them come earlier.
+template <typename A, int kTensors, class Stage, typename PlaceOf>
+__device__ __forceinline__ void order_rows(Stage& stage, Barrier* full,
+                                           const float* const (&tensors)[kTensors], int group,
+                                           const RowsOnChip& shape, const Layer& layer,
+                                           PlaceOf place_of) {
+  constexpr int kPlanes = kTensors * A::kBlades;
+  const int warps = blockDim.x / 32, n = group * shape.rows();
+  if (n >= layer.batch) return;
+  const int rows = min(shape.rows(), layer.batch - n);
+  const int bytes = rows * layer.features * static_cast<int>(sizeof(float));
+  if (threadIdx.x == 0) barrier_arrive_expect(full, kPlanes * bytes);
+#pragma unroll 1
+  for (int p = threadIdx.x / 32 + threadIdx.x % 32 * warps; p < kPlanes; p += blockDim.x) {
+    const float* tensor = tensors[0];
+#pragma unroll
+    for (int i = 1; i < kTensors; ++i) tensor = p < i * A::kBlades ? tensor : tensors[i];
+    const size_t plane = p % A::kBlades * layer.plane();
+    bulk_load(stage[place_of(p)], tensor + plane + static_cast<size_t>(n) * layer.features, bytes,
+              full);
+  }
+}
+
+// A thread's multivectors of a tensor, whose planes begin at `planes`.
+template <typename A, int W>
+__device__ __forceinline__ Multivectors<A, W> take(const Plane<A, W>* planes, const Place<W>& place,
+                                                   const Layer& layer) {
+  Multivectors<A, W> result;
+  const int at = place.row * layer.features + place.first;
+  unroll<0, A::kBlades>(
+      [&](auto k) { result.blade[k] = *reinterpret_cast<const Pack<W>*>(&planes[k][at]); });
+  return result;
+}
+#endif
+
+template <typename A, int W>
+struct ForwardMemory {
+  using Stage = Plane<A, W>[2 * A::kBlades];
+  static constexpr int kStages = kForwardBytes / sizeof(Stage), kLast = kStages - 1;
+  PostedSums<A::kGrades, kThreads<A> / 32> sums;
+  Barrier full[kStages];
+  alignas(128) Stage stages[kStages];
+
+  // At first the weights lie in the last stage, and may be longer than it is.
+  static size_t bytes(const RowsOnChip& shape) {
+    const size_t weights = sizeof(float) * shape.per_row * W * A::kTriples;
+    return sizeof(ForwardMemory) - sizeof(Stage) + std::max(sizeof(Stage), weights);
+  }
+};
+
+#if HOPPER_CODE
+// Weights of a thread's features, in registers. In memory they are 40 to 224 bytes from one feature
+// to the next: if threads loaded their own, each load of a warp would touch up to 32 lines. So the
+// block copies all of its weights as they lie, through shared memory: through the last stage, which
+// gets its rows when the weights have left it.
+template <typename A, int W>
+struct RegisterWeights {
+  Pack<W> packs[A::kTriples];
+
+  // Orders the rows of all stages by order(stage). Of several rounds, the first one's rows come
+  // before the weights: they take longer. A block with one round orders its weights first, and
+  // takes them while its rows come.
+  template <typename Order>
+  __device__ __forceinline__ RegisterWeights(const float* w, ForwardMemory<A, W>& memory,
+                                             const RowsOnChip& shape, const Place<W>& place,
+                                             const Layer& layer, bool several_rounds, Order order) {
+    constexpr int kWidth = Weights<A>::kWidth, kLast = ForwardMemory<A, W>::kLast;
+    const int before = several_rounds ? 1 : 0;  // stages
+    for (int s = 0; s < before; ++s) order(s);
+    float* const all = memory.stages[kLast][0];
+    const int count = shape.per_row * W * A::kTriples;
+#pragma unroll
+    for (int copy = 0; copy < W * A::kTriples / kWidth; ++copy) {
+      const int i = (copy * blockDim.x + threadIdx.x) * kWidth;
+      if (i < count) {
+        copy_async<kWidth * sizeof(float)>(all + i, w + i, i < layer.features * A::kTriples);
+      }
+    }
+    copy_async_commit();
+    for (int s = before; s < kLast; ++s) order(s);
+
+    copy_async_wait<0>();
+    __syncthreads();
+#pragma unroll
+    for (int e = 0; e < W; ++e) {
+      const Weights<A> weights(all + (place.first + e) * A::kTriples);
+      unroll<0, A::kTriples>([&](auto t) { packs[t].v[e] = weights(t).v[0]; });
+    }
+    shared_fence();  // threads wrote this stage: before the copy engine does
+    __syncthreads();
+    order(kLast);
+  }
+  template <typename Index>
+  __device__ __forceinline__ Pack<W> operator()(Index) const {
+    return packs[Index::value];
+  }
+};
+#endif
+
+// A thread owns W features of one of the block's rows. In a round it waits for its stage and
+// computes z of this row; then it finishes the row before: it collects the sums, orders the next
+// copies into that row's stage, and stores that row's out. So while the sums of one row come
+// together, the thread multiplies the next row. A block takes a whole multiprocessor, so that the
+// next launch's blocks take the places of this one's, one for one.
+template <typename A, int W>
+__global__ void __launch_bounds__(kThreads<A>, 1)
+    forward_streamed(const float* x, const float* y, const float* w, float* out, Layer layer,
+                     RowsOnChip shape) {
+#if HOPPER_CODE
+  using Memory = ForwardMemory<A, W>;
+  extern __shared__ __align__(128) float shared[];
+  Memory& memory = *reinterpret_cast<Memory*>(shared);
+  prepare(memory);
+  const Place<W> place(shape, layer);
+  const int groups = shape.groups(layer), step = gridDim.x;
+  const auto inside = [&](int group) {
+    return group * shape.rows() + place.row < layer.batch && place.has_features;
+  };
+  const auto order = [&](int group, int s) {
+    order_rows<A>(memory.stages[s], &memory.full[s], {x, y}, group, shape, layer,
+                  [](int p) { return p; });
+  };
+
+  start_next_kernel();
+  wait_for_previous_kernel();
+  int group = blockIdx.x;
+  const RegisterWeights<A, W> weights(w, memory, shape, place, layer, groups > step,
+                                      [&](int s) { order(group + s * step, s); });
+  Ring ring{Memory::kStages}, last{Memory::kStages};
+  int round = 0;
+  // collect() waits until all warps of the block have posted. A warp posts after it has taken its
+  // part of the stage. So by then the whole stage is free, for all of its rows.
+  const auto finish = [&](const Multivectors<A, W>& z, int group, int round) {
+    const Sums<A::kGrades> sums = memory.sums.collect(shape, place.row, round);
+    order(group + Memory::kStages * step, last.stage);
+    last.advance();
+    const size_t row = static_cast<size_t>(group) * shape.rows() + place.row;
+    store_normed(z, sums, layer, out + row * layer.features + place.first, inside(group));
+  };
+  Multivectors<A, W> last_z = {};
+  for (; group < groups; group += step, ring.advance(), ++round) {
+    Multivectors<A, W> z = {};
+    Sums<A::kGrades> sums = {};
+    barrier_wait(&memory.full[ring.stage], ring.parity);
+    if (inside(group)) {
+      const auto& stage = memory.stages[ring.stage];
+      const auto left = take<A, W>(stage, place, layer);
+      const auto right = take<A, W>(stage + A::kBlades, place, layer);
+      z = gated_product(left, right, weights);
+      add_squares(z, sums);
+    }
+    if (round > 0) finish(last_z, group - step, round - 1);
+    memory.sums.post(sums, round);
+    last_z = z;
+  }
+  if (round > 0) finish(last_z, group - step, round - 1);
+#endif
+}
+
+// ---- Backward: the gradients of the product -----------------------------------------------------
+
+// From here on d_out is given, the gradient of the loss with respect to out, and dx, dy and dw are
+// wanted. First the product alone. A term w sign x_i y_j of z_k has three factors. So, from dz,
+//
+//     dx_i = sum of w sign y_j dz_k     dy_j = sum of w sign x_i dz_k     dw = sum of sign x_i y_j dz_k
+//
+// These are three more products of the same kind, with the same signs. Where does the weight go? As
+// forward: to a blade that all terms share, if there is one, otherwise to the sum of the terms. And
+// dw takes what is there: a sum that has not been multiplied by w yet. If that is one of dx_i, it is
+// multiplied by x_i and added to dw; and so for dy. If neither dx nor dy has such sums, it takes
+// those of z. Only triples that end in a grade of one blade are of this last kind.
+
+// Whether dx's terms of triple t share a blade, of y or of dz, so that w multiplies that; and dy's.
+template <typename A>
+__host__ __device__ constexpr bool weight_first_in_dx(int t) {
+  const auto of = A::triple(t);
+  const bool several = (of.with_x & (of.with_x - 1)) != 0;
+  return several && (A::has_one_blade(of.y) || A::has_one_blade(of.result));
+}
+template <typename A>
+__host__ __device__ constexpr bool weight_first_in_dy(int t) {
+  const auto of = A::triple(t);
+  const bool several = (of.with_y & (of.with_y - 1)) != 0;
+  return several && (A::has_one_blade(of.x) || A::has_one_blade(of.result));
+}
+
+// The terms of triple t in dx_i and in dy_j, without the weight.
+template <typename A, int t, int i, int W>
+__device__ __forceinline__ Pack<W> terms_of_dx(const Multivectors<A, W>& y,
+                                               const Multivectors<A, W>& dz) {
+  Pack<W> sum = {};
+  over_grade<A, A::triple(t).result>([&](auto k) {
+    constexpr int j = A::product(i, k);
+    add_product<A::sign(t, i, j)>(sum, y.blade[j], dz.blade[k]);
+  });
+  return sum;
+}
+template <typename A, int t, int j, int W>
+__device__ __forceinline__ Pack<W> terms_of_dy(const Multivectors<A, W>& x,
+                                               const Multivectors<A, W>& dz) {
+  Pack<W> sum = {};
+  over_grade<A, A::triple(t).result>([&](auto k) {
+    constexpr int i = A::product(k, j);
+    add_product<A::sign(t, i, j)>(sum, x.blade[i], dz.blade[k]);
+  });
+  return sum;
+}
+
+// One grade of dx, so that few results are in registers at a time. It also adds to dw[t], for the
+// triples whose dw is made of these sums.
+template <typename A, int grade, int W>
+struct OneGrade {
+  Pack<W> blade[A::first(grade + 1) - A::first(grade)];
+};
+template <int grade, typename A, int W, typename Weight>
+__device__ __forceinline__ OneGrade<A, grade, W> gradient_of_x(const Multivectors<A, W>& x,
+                                                               const Multivectors<A, W>& y,
+                                                               const Multivectors<A, W>& dz,
+                                                               const Weight& weight, Pack<W>* dw) {
+  constexpr int first = A::first(grade);
+  OneGrade<A, grade, W> dx = {};
+  unroll<0, A::kTriples>([&](auto t) {
+    constexpr auto of = A::triple(t);
+    if constexpr (of.x != grade) {
+      return;
+    } else if constexpr (!weight_first_in_dx<A>(t)) {
+      over_grade<A, grade>([&](auto i) {
+        if constexpr (A::has_terms_in_x(t, i)) {
+          const Pack<W> terms = terms_of_dx<A, t, i>(y, dz);
+          add_product(dx.blade[i - first], weight(t), terms);
+          add_product(dw[t], x.blade[i], terms);
+        }
+      });
+    } else if constexpr (A::has_one_blade(of.y)) {
+      constexpr int j = A::first(of.y);
+      const Pack<W> weighted = weight(t) * y.blade[j];
+      over_grade<A, grade>([&](auto i) {
+        constexpr int k = A::product(i, j);
+        add_product<A::sign(t, i, j)>(dx.blade[i - first], weighted, dz.blade[k]);
+      });
+    } else {  // z has one blade of this grade: dy shares it, too
+      constexpr int k = A::first(of.result);
+      const Pack<W> weighted = weight(t) * dz.blade[k];
+      over_grade<A, grade>([&](auto i) {
+        constexpr int j = A::product(i, k);
+        add_product<A::sign(t, i, j)>(dx.blade[i - first], weighted, y.blade[j]);
+      });
+      add_product(dw[t], dz.blade[k], terms_of_z<A, t, k>(x, y));
+    }
+  });
+  return dx;
+}
+
+// The same for dy. It adds to dw where gradient_of_x has no sums, and this has.
+template <int grade, typename A, int W, typename Weight>
+__device__ __forceinline__ OneGrade<A, grade, W> gradient_of_y(const Multivectors<A, W>& x,
+                                                               const Multivectors<A, W>& y,
+                                                               const Multivectors<A, W>& dz,
+                                                               const Weight& weight, Pack<W>* dw) {
+  constexpr int first = A::first(grade);
+  OneGrade<A, grade, W> dy = {};
+  unroll<0, A::kTriples>([&](auto t) {
+    constexpr auto of = A::triple(t);
+    if constexpr (of.y != grade) {
+      return;
+    } else if constexpr (!weight_first_in_dy<A>(t)) {
+      over_grade<A, grade>([&](auto j) {
+        if constexpr (A::has_terms_in_y(t, j)) {
+          const Pack<W> terms = terms_of_dy<A, t, j>(x, dz);
+          add_product(dy.blade[j - first], weight(t), terms);
+          if constexpr (weight_first_in_dx<A>(t)) add_product(dw[t], y.blade[j], terms);
+        }
+      });
+    } else if constexpr (A::has_one_blade(of.x)) {
+      constexpr int i = A::first(of.x);
+      const Pack<W> weighted = weight(t) * x.blade[i];
+      over_grade<A, grade>([&](auto j) {
+        constexpr int k = A::product(i, j);
+        add_product<A::sign(t, i, j)>(dy.blade[j - first], weighted, dz.blade[k]);
+      });
+    } else {
+      constexpr int k = A::first(of.result);
+      const Pack<W> weighted = weight(t) * dz.blade[k];
+      over_grade<A, grade>([&](auto j) {
+        constexpr int i = A::product(k, j);
+        add_product<A::sign(t, i, j)>(dy.blade[j - first], weighted, x.blade[i]);
+      });
+    }
+  });
+  return dy;
+}
+
+// ---- Unfused, backward --------------------------------------------------------------------------
+
+// The derivative of the gate, the normal density. The approximate exponential: two units in the
+// last place where the density matters, more only far out where it is almost 0.
+__device__ float gate_slope(float s) { return 0.39894228f * __expf(-0.5f * s * s); }
+
+// dz of one grade: with r = 1 / rms(z), out = r z and dr/dz = -r^3 z / features, so
+// dz = r d_out - r^3 z sum(d_out z) / features. A block a row.
+__global__ void normalize_grade_gradient(const float* z, const float* d_out, const float* inverses,
+                                         float* dz, int blades, Layer layer) {
+  __shared__ Sums<1> partials[kMaxWarps];
+  const size_t row = static_cast<size_t>(blockIdx.x) * layer.features;
+  Sums<1> products = {};
+  for (int blade = 0; blade < blades; ++blade) {
+    for (int f = threadIdx.x; f < layer.features; f += blockDim.x) {
+      const size_t i = blade * layer.plane() + row + f;
+      products.value[0] += d_out[i] * z[i];
+    }
+  }
+  add_up_block(products, partials);
+  const float r = inverses[blockIdx.x];
+  const float factor = r * r * r * products.value[0] * layer.inverse_features;
+  for (int blade = 0; blade < blades; ++blade) {
+    for (int f = threadIdx.x; f < layer.features; f += blockDim.x) {
+      const size_t i = blade * layer.plane() + row + f;
+      dz[i] = r * d_out[i] - factor * z[i];
+    }
+  }
+}
+
+// dx_a = or += w <dz_c y_b>, dy_b = or += w <x_a dz_c>, and dw of the strip, for triple t.
+template <typename A, int t>
+__global__ void multiply_grades_gradient(const float* x, const float* y, const float* w,
+                                         const float* dz, float* dx, float* dy, float* partials,
+                                         Layer layer) {
+  constexpr auto of = A::triple(t);
+  constexpr bool is_first_of_x = t == 0 || A::triple(t == 0 ? 0 : t - 1).x != of.x;
+  constexpr bool is_first_of_y = [] {
+    for (int earlier = 0; earlier < t; ++earlier) {
+      if (A::triple(earlier).y == A::triple(t).y) return false;
+    }
+    return true;
+  }();
+  const StripThread thread(layer);
+  const size_t plane = layer.plane();
+  if (thread.feature >= layer.features) return;
+  const float weight = w[static_cast<size_t>(thread.feature) * A::kTriples + t];
+  float dw = 0;
+  for (int row = thread.row; row < thread.end; ++row) {
+    const size_t at = static_cast<size_t>(row) * layer.features + thread.feature;
+    Multivectors<A, 1> left, right, d;  // only one grade of each
+    load_grade<of.x>(left, x + at, plane);
+    load_grade<of.y>(right, y + at, plane);
+    load_grade<of.result>(d, dz + at, plane);
+    over_grade<A, of.x>([&](auto i) {
+      const float sum = terms_of_dx<A, t, i>(right, d).v[0];
+      dw += left.blade[i].v[0] * sum;
+      dx[i * plane + at] = (is_first_of_x ? 0 : dx[i * plane + at]) + weight * sum;
+    });
+    over_grade<A, of.y>([&](auto j) {
+      const float sum = terms_of_dy<A, t, j>(left, d).v[0];
+      dy[j * plane + at] = (is_first_of_y ? 0 : dy[j * plane + at]) + weight * sum;
+    });
+  }
+  partials[(static_cast<size_t>(thread.strip) * A::kTriples + t) * layer.features +
+           thread.feature] = dw;
+}
+
+// From the gradient of in gate(in_1), in place, that of in: one thread a multivector.
+template <typename A>
+__global__ void apply_gate_gradient(const float* in, float* gradient, Layer layer) {
+  const size_t at = static_cast<size_t>(blockIdx.x) * blockDim.x + threadIdx.x;
+  if (at >= layer.plane()) return;
+  const Multivectors<A, 1> value = load<A>(in + at, layer.plane());
+  const Multivectors<A, 1> d = load<A>(gradient + at, layer.plane());
+  const float factor = gate(value.blade[0].v[0]);
+  float d_factor = 0;
+  unroll<0, A::kBlades>([&](auto k) {
+    d_factor += d.blade[k].v[0] * value.blade[k].v[0];
+    if (k > 0) gradient[k * layer.plane() + at] = factor * d.blade[k].v[0];
+  });
+  gradient[at] = factor * d.blade[0].v[0] + d_factor * gate_slope(value.blade[0].v[0]);
+}
+
+// dw (features, triples) = the sum of `count` partials (triples, features), in their order: every
+// kernel that sums dw over the batch does so in two steps, so that blocks need not wait for each
+// other and the result does not depend on who is first. A block owns 32 columns; thread (x, y) adds
+// partials y, y + kSumRows, ... of column x, then thread (x, 0) adds these up.
+constexpr int kSumRows = 16;
+
+__global__ void __launch_bounds__(32 * kSumRows)
+    sum_partials(const float* partials, float* dw, int count, int triples, int features) {
+  __shared__ float sums[kSumRows][32];
+  const size_t columns = static_cast<size_t>(triples) * features;
+  const size_t column = static_cast<size_t>(blockIdx.x) * 32 + threadIdx.x;
+  float sum = 0;
+  if (column < columns) {
+#pragma unroll 8
+    for (int i = threadIdx.y; i < count; i += kSumRows) sum += partials[i * columns + column];
+  }
+  sums[threadIdx.y][threadIdx.x] = sum;
+  __syncthreads();
+  if (threadIdx.y == 0 && column < columns) {
+    for (int i = 1; i < kSumRows; ++i) sum += sums[i][threadIdx.x];
+    dw[column % features * triples + column / features] = sum;
+  }
+}
+
+// ---- One launch each ----------------------------------------------------------------------------
+
+// The gradients of norm and gates, for the kernels from here on. They do not keep z for backward:
+// they compute P again, the product before it is multiplied by the gates, z = g P. The norm needs
+// two sums of a row for each grade: of z^2, as forward, and of d_out z.
+template <typename A>
+using GradientSums = Sums<2 * A::kGrades>;
+
+template <typename A, int W>
+__device__ __forceinline__ void add_gradient_sums(const Multivectors<A, W>& P, const Pack<W>& g,
+                                                  const Multivectors<A, W>& d_out,
+                                                  GradientSums<A>& sums) {
+  unroll<0, A::kBlades>([&](auto k) {
+    constexpr int c = A::grade(k);
+#pragma unroll
+    for (int e = 0; e < W; ++e) {
+      const float z = g.v[e] * P.blade[k].v[e];
+      sums.value[c] += z * z;
+      sums.value[A::kGrades + c] += d_out.blade[k].v[e] * z;
+    }
+  });
+}
+
+// From d_out, the gradients of P, which it returns, and of g. dz is that of
+// normalize_grade_gradient; then dP = g dz, and dg = sum of P dz.
+template <typename A, int W>
+__device__ __forceinline__ Multivectors<A, W> gradient_of_P(const Multivectors<A, W>& P,
+                                                            const Pack<W>& g,
+                                                            const Multivectors<A, W>& d_out,
+                                                            const GradientSums<A>& sums,
+                                                            const Layer& layer, Pack<W>& dg) {
+  Multivectors<A, W> dP;
+  dg = {};
+  unroll<0, A::kGrades>([&](auto c) {
+    float r = 1, factor = 0;
+    if (layer.normed) {
+      r = inverse_rms(sums.value[c], layer);
+      factor = r * r * r * sums.value[A::kGrades + c] * layer.inverse_features;
+    }
+    over_grade<A, c>([&](auto k) {
+#pragma unroll
+      for (int e = 0; e < W; ++e) {
+        const float dz = r * d_out.blade[k].v[e] - factor * g.v[e] * P.blade[k].v[e];
+        dg.v[e] += P.blade[k].v[e] * dz;
+        dP.blade[k].v[e] = g.v[e] * dz;
+      }
+    });
+  });
+  return dP;
+}
+
+// One grade of dx or dy to memory, of which `to` is then behind; the scalar gets its second part.
+template <typename A, int grade, int W>
+__device__ __forceinline__ void store_grade(const OneGrade<A, grade, W>& gradient,
+                                            const Pack<W>& through_gate, float*& to, size_t plane,
+                                            bool inside) {
+  over_grade<A, grade>([&](auto i) {
+    constexpr int number = i - A::first(grade);
+    Pack<W> value = gradient.blade[number];
+    if constexpr (grade == 0) {
+#pragma unroll
+      for (int e = 0; e < W; ++e) value.v[e] += through_gate.v[e];
+    }
+    if (inside) *reinterpret_cast<Pack<W>*>(to) = value;
+    to += plane;
+  });
+}
+
+// Makes dx and dy of a thread's multivectors, grade by grade, and writes them where they are
+// `inside`; dw is added to what it has. The gates depend on the scalars of x and y: so the scalars
+// of dx and dy have a second part, which comes through g = gate(x_1) gate(y_1).
+template <typename A, int W, typename Weight>
+__device__ __forceinline__ void store_gradients(const Multivectors<A, W>& x,
+                                                const Multivectors<A, W>& y,
+                                                const Multivectors<A, W>& dP, const Pack<W>& dg,
+                                                const Pack<W>& gate_x, const Pack<W>& gate_y,
+                                                const Weight& weight, Pack<W>* dw, float* dx,
+                                                float* dy, size_t plane, bool inside) {
+  Pack<W> x_through_gate, y_through_gate;
+#pragma unroll
+  for (int e = 0; e < W; ++e) {
+    x_through_gate.v[e] = dg.v[e] * gate_slope(x.blade[0].v[e]) * gate_y.v[e];
+    y_through_gate.v[e] = dg.v[e] * gate_slope(y.blade[0].v[e]) * gate_x.v[e];
+  }
+  unroll<0, A::kGrades>([&](auto grade) {
+    store_grade(gradient_of_x<grade>(x, y, dP, weight, dw), x_through_gate, dx, plane, inside);
+  });
+  __syncwarp();  // for the compiler: do not keep all weights in registers from above
+  unroll<0, A::kGrades>([&](auto grade) {
+    store_grade(gradient_of_y<grade>(x, y, dP, weight, dw), y_through_gate, dy, plane, inside);
+  });
+}
+
+// As forward_one_launch: the first walk over a row adds up its sums, the second makes dx, dy and
+// dw. Both walks compute P first. Each block adds up its part of dw in memory of its own, (triples,
+// features).
 template <typename A>
 __global__ void __launch_bounds__(kRowThreads)
     backward_one_launch(const float* x, const float* y, const float* w, const float* d_out,
                         float* dx, float* dy, float* dw_partials, Layer layer) {
   __shared__ GradientSums<A> partials[2][kMaxWarps];
   const size_t plane = layer.plane();
-  float* dw = dw_partials + static_cast<size_t>(blockIdx.x) * A::kTriples * layer.features;
+  float* own_dw = dw_partials + static_cast<size_t>(blockIdx.x) * A::kTriples * layer.features;
   int turn = 0;
   for (int n = blockIdx.x; n < layer.batch; n += gridDim.x, turn ^= 1) {
+    const bool is_first_row = n == static_cast<int>(blockIdx.x);
     const size_t row = static_cast<size_t>(n) * layer.features;
     GradientSums<A> sums = {};
     for (int walk = layer.normed ? 1 : 2; walk <= 2; ++walk) {
@@ -185,207 +1411,285 @@ __global__ void __launch_bounds__(kRowThreads)
         const Multivectors<A, 1> right = load<A>(y + row + f, plane);
         const Multivectors<A, 1> d = load<A>(d_out + row + f, plane);
         const Weights<A> weights(w + static_cast<size_t>(f) * A::kTriples);
-        const Gates<1> gates(left.blade[0], right.blade[0]);
         const Multivectors<A, 1> P = weighted_product(left, right, weights);
+        const Pack<1> gate_x = gates_of(left.blade[0]), gate_y = gates_of(right.blade[0]);
+        const Pack<1> g = gate_x * gate_y;
         if (walk == 1) {
-          add_gradient_sums(P, gates.product(), d, sums);
+          add_gradient_sums(P, g, d, sums);
           continue;
         }
-        // z = g P, and g is the product of both gates. This makes the gradients of both from d_out:
-        // it returns that of P, and writes that of g to dg.
-        Pack<1> dg;
-        const Multivectors<A, 1> dP = gradient_of_product(P, gates.product(), d, sums, layer, dg);
-        // gradients() computes, and does not know where results lie. For that it calls these four
-        // functions. The first of its two calls below makes dx and some triples' part of dw, the
-        // second makes dy and the other triples'. For each triple t one of the two asks take_w(t)
-        // for the sum so far, adds this feature's terms, and hands the new sum to give_w(t). In the
-        // block's first row, n == blockIdx.x, nothing has been written yet: the sum so far is 0.
-        const auto take_w = [&](auto t) {
-          const float sum = dw[static_cast<size_t>(t) * layer.features + f];
-          return Pack<1>{{n == static_cast<int>(blockIdx.x) ? 0 : sum}};
-        };
-        const auto give_w = [&](auto t, const Pack<1>& sum) {
-          dw[static_cast<size_t>(t) * layer.features + f] = sum.v[0];
-        };
-        // give_x(i, value) is called once for each blade i of dx, give_y once for each of dy. The
-        // gate of x is computed from the scalar of x, so blade 0 of dx has a second part: dg times
-        // gate'(x_1) gate(y_1), which is through_gate(). It is the same with the scalar of y.
-        const auto give_x = [&](auto i, Pack<1> value) {
-          if (i == 0) add(value, through_gate(dg, left.blade[0], gates.y));
-          dx[i * plane + row + f] = value.v[0];
-        };
-        const auto give_y = [&](auto j, Pack<1> value) {
-          if (j == 0) add(value, through_gate(dg, right.blade[0], gates.x));
-          dy[j * plane + row + f] = value.v[0];
-        };
-        gradients<Of::x>(left, right, dP, weights, give_x, take_w, give_w);
-        gradients<Of::y>(left, right, dP, weights, give_y, take_w, give_w);
+        Pack<1> dg, dw[A::kTriples] = {};
+        const Multivectors<A, 1> dP = gradient_of_P(P, g, d, sums, layer, dg);
+        store_gradients(left, right, dP, dg, gate_x, gate_y, weights, dw, dx + row + f,
+                        dy + row + f, plane, true);
+        unroll<0, A::kTriples>([&](auto t) {  // before the first row nothing has been written
+          float& sum = own_dw[static_cast<size_t>(t) * layer.features + f];
+          sum = (is_first_row ? 0 : sum) + dw[t].v[0];
+        });
       }
-      if (walk == 1) add_up_row(sums, partials[turn], blockDim.x / 32);
+      if (walk == 1) add_up_block(sums, partials[turn]);
     }
   }
 }
 
-// ---- Row on chip --------------------------------------------------------------------------------
-
-// A thread has W features of a row, as many as its registers hold. (The weights are w.) Forward it
-// needs x, y and z of these features at the same time, which are 3 W multivectors. Backward it
-// needs about as much, and dw for all triples. (There is one exception: forward, rows of more than
-// 512 features of 16 blades have W = 2. See kFetchAhead.)
-template <typename A>
-constexpr int kForwardWidth = A::kBlades <= 8 ? 4 : 1;
-template <typename A>
-constexpr int kBackwardWidth = A::kBlades <= 8 ? 16 / A::kBlades : 1;
-
-// This says whether the next row is fetched meanwhile. A thread with two features of 16 blades, as
-// rows of more than 512 features have them, has no room for it beside the weights of both.
-template <typename A, int W>
-constexpr bool kFetchAhead = A::kBlades <= 8 || W == 1;
-
-// Three things are better than above. z stays in registers while its row's squares are added up, so
-// that nothing is read or computed twice. The weights are transposed into shared memory once, and
-// serve all rows that the block ever has. And as soon as a thread has taken its part of x and y
-// into registers it orders the next row's into the same place (cp.async): memory works while the
-// block multiplies, reduces and waits at the barrier. (The third one gained time in the backward
-// kernel below, and none in this one.)
-template <typename A, int W, bool kVector>
-__global__ void __launch_bounds__(kThreads<A>, 1)
-    forward_on_chip(const float* x, const float* y, const float* w, float* out, Layer layer,
-                    RowsOnChip shape) {
-  extern __shared__ __align__(16) float shared[];
-  __shared__ FeatureSums<A::kGrades> partials[2][kMaxWarps];
-  const OnChipMemory<A, W, kVector, kFetchAhead<A, W> ? 2 * A::kBlades : 0> memory(shared, shape);
-  const Place<W, kVector> place(shape, layer);
-  const size_t plane = layer.plane();
-  const int step = gridDim.x * shape.rows();
-  const auto at = [&](int n) { return static_cast<size_t>(n) * layer.features + place.first; };
-  const auto inside = [&](int n) { return n < layer.batch ? place.count : 0; };
-  const auto fetch = [&](int n) {
-    if constexpr (kFetchAhead<A, W>) {
-      memory.template fetch<0>(x + at(n), plane, place, inside(n));
-      memory.template fetch<A::kBlades>(y + at(n), plane, place, inside(n));
-    }
-    copy_async_commit();
-  };
-
-  int n = blockIdx.x * shape.rows() + place.row;
-  memory.fetch_weights(w, shape, place);
-  fetch(n);
-  copy_async_wait<0>();
-  __syncthreads();
-  int turn = 0;
-  for (int first = blockIdx.x * shape.rows(); first < layer.batch;
-       first += step, n += step, turn ^= 1) {
-    Multivectors<A, W> left, right;
-    if constexpr (kFetchAhead<A, W>) {
-      copy_async_wait<0>();
-      __syncwarp();  // for the compiler: the loads below stay behind the wait
-      left = memory.template take<0>();
-      right = memory.template take<A::kBlades>();
-      __syncwarp();  // for the compiler: the loads above stay before the next copy
-      if (first + step < layer.batch) fetch(n + step);
-    } else {
-      unroll<0, A::kBlades>([&](auto k) {
-        left.blade[k] = place.load(x + at(n) + k * plane, inside(n));
-        right.blade[k] = place.load(y + at(n) + k * plane, inside(n));
-      });
-    }
-    const Multivectors<A, W> z = gated_product(left, right, memory);
-    FeatureSums<A::kGrades> sums = {};
-    if (layer.normed) {
-      add_squares(z, sums);
-      add_up_row<true>(sums, partials[turn], shape.per_row / 32);
-    }
-    store_normed(z, sums, layer, out + at(n), place, inside(n));
-  }
-}
-
-// ---- Row on chip, backward ----------------------------------------------------------------------
+// ---- Both on chip -------------------------------------------------------------------------------
 
 // Backward, with the same three improvements as forward_on_chip. One reduction serves both sums of
-// each grade, of z^2 and of d_out z. A thread's features are the same for all of its rows, so that
-// dw can stay in registers until the end. So registers are scarce. A row's x, y and d_out are
-// needed twice: for its sums, and, when these have been added up, for its gradients.
+// each grade. A thread's features are the same for all of its rows, so that dw can stay in
+// registers until the end. So registers are scarce. A row's x, y and d_out are needed twice: for
+// its sums, and, when these have been added up, for its gradients.
 //
 //     x and d_out   are taken from shared memory once, and stay in registers until the row is
 //                   finished. So their places are free early: the next row's x and d_out are
 //                   ordered before this row's sums are added up, and memory has work meanwhile
 //     y             has no registers to stay in. It is taken from shared memory twice, once for the
 //                   sums and once for the gradients. After that the next row's y is ordered
-template <typename A, int W, bool kVector>
+template <typename A>
+constexpr int kBackwardWidth = A::kBlades <= 8 ? 16 / A::kBlades : 1;
+
+// The sums of a thread's dw to the partial sums of its row. Each row of a block has its own.
+template <typename A, int W>
+__device__ __forceinline__ void store_weight_gradients(const Pack<W>* dw, float* partials,
+                                                       const Place<W>& place,
+                                                       const RowsOnChip& shape,
+                                                       const Layer& layer) {
+  const size_t partial = static_cast<size_t>(blockIdx.x) * shape.rows() + place.row;
+  float* to = partials + partial * A::kTriples * layer.features + place.first;
+  unroll<0, A::kTriples>([&](auto t) {
+    if (place.has_features) *reinterpret_cast<Pack<W>*>(to) = dw[t];
+    to += layer.features;
+  });
+}
+
+template <typename A, int W>
 __global__ void __launch_bounds__(kThreads<A>, 1)
     backward_on_chip(const float* x, const float* y, const float* w, const float* d_out, float* dx,
                      float* dy, float* dw_partials, Layer layer, RowsOnChip shape) {
-  extern __shared__ __align__(16) float shared[];
-  __shared__ GradientSums<A> partials[2][kMaxWarps];
-  const OnChipMemory<A, W, kVector, 3 * A::kBlades> memory(shared, shape);
-  const Place<W, kVector> place(shape, layer);
+  enum Tensor { kX, kY, kDOut, kTensors };
+  using Memory = OnChip<A, W, kTensors, 2 * A::kGrades>;
+  extern __shared__ __align__(128) float shared[];
+  const Memory memory(shared, shape);
+  auto& partials = Memory::partials(shared);
+  const Place<W> place(shape, layer);
   const size_t plane = layer.plane();
   const int step = gridDim.x * shape.rows();
   const auto at = [&](int n) { return static_cast<size_t>(n) * layer.features + place.first; };
-  const auto inside = [&](int n) { return n < layer.batch ? place.count : 0; };
+  const auto inside = [&](int n) { return n < layer.batch && place.has_features; };
   const auto fetch_x_and_d_out = [&](int n) {
-    memory.template fetch<0>(x + at(n), plane, place, inside(n));
-    memory.template fetch<2 * A::kBlades>(d_out + at(n), plane, place, inside(n));
+    memory.fetch(kX, x + at(n), plane, inside(n));
+    memory.fetch(kDOut, d_out + at(n), plane, inside(n));
   };
   const auto fetch_y = [&](int n) {
-    memory.template fetch<A::kBlades>(y + at(n), plane, place, inside(n));
+    memory.fetch(kY, y + at(n), plane, inside(n));
     copy_async_commit();
   };
 
   int first = blockIdx.x * shape.rows(), n = first + place.row;
-  memory.fetch_weights(w, shape, place);
+  const SharedWeights<A, W> weights(Memory::weights(shared), w, shape, layer);
   fetch_x_and_d_out(n);
   fetch_y(n);
-  copy_async_wait<0>();
-  __syncthreads();
+  memory.wait();
+  __syncthreads();  // for the weights, which all threads have copied
   Pack<W> dw[A::kTriples] = {};
   int turn = 0;
   for (; first < layer.batch; first += step, n += step, turn ^= 1) {
-    copy_async_wait<0>();
-    __syncwarp();
-    const auto left = memory.template take<0>();
-    auto right = memory.template take<A::kBlades>();
-    const Multivectors<A, W> P = weighted_product(left, right, memory);
-    const Gates<W> gates(left.blade[0], right.blade[0]);
-    const auto d = memory.template take<2 * A::kBlades>();
-    __syncwarp();
+    memory.wait();
+    const auto left = memory.take(kX);
+    auto right = memory.take(kY);
+    const Multivectors<A, W> P = weighted_product(left, right, weights);
+    const Pack<W> gate_x = gates_of(left.blade[0]), gate_y = gates_of(right.blade[0]);
+    const Pack<W> g = gate_x * gate_y;
+    const auto d = memory.take(kDOut);
     if (first + step < layer.batch) fetch_x_and_d_out(n + step);
     GradientSums<A> sums = {};
     if (layer.normed) {
-      add_gradient_sums(P, gates.product(), d, sums);
-      add_up_row_by_halves(sums, partials[turn], shape.per_row / 32);
+      add_gradient_sums(P, g, d, sums);
+      add_up_row(sums, partials[turn], shape);
     }
-    Pack<W> dg;  // the gradient of the product of both gates, as above
-    const Multivectors<A, W> dP = gradient_of_product(P, gates.product(), d, sums, layer, dg);
-    right = memory.template take<A::kBlades>();
-    __syncwarp();
+    Pack<W> dg;
+    const Multivectors<A, W> dP = gradient_of_P(P, g, d, sums, layer, dg);
+    right = memory.take(kY);
     if (first + step < layer.batch) fetch_y(n + step);
-    // This calls gradients() as backward_one_launch does, but dw is in registers.
-    store_gradients(left, right, dP, dg, gates, memory, dw, dx + at(n), dy + at(n), plane, place,
+    store_gradients(left, right, dP, dg, gate_x, gate_y, weights, dw, dx + at(n), dy + at(n), plane,
                     inside(n));
   }
   store_weight_gradients<A>(dw, dw_partials, place, shape, layer);
 }
 
-// ---- Hopper: rows streamed ----------------------------------------------------------------------
+// ---- Both streamed ------------------------------------------------------------------------------
 
-// The same idea once more, but no thread fetches its own x and y. One copy of the copy engine
-// brings a whole plane of a block's rows, and several stages are on their way instead of one. What
-// the other kernels spent on that, registers and instructions, is free for the weights: a thread
-// has the same features in all of its rows, and keeps their weights in registers. Warps that share
-// a row do not stop for its sums: each posts its own and goes on with the next row. And a row that
-// is too long for a block has a cluster of them.
-//
-// The lesson has no kernel of this kind. The table's rows *rows streamed* and *both streamed* call
-// those of the operator, which a program would call, too: forward_streamed and backward_streamed in
-// operators/clifford/streamed.cuh. How they are made stands in docs/lessons/10_clifford_gp.md, from
-// "With Hopper's words" on.
+// Backward by the copy engine. A thread owns W features, as in forward_streamed, but it finishes a
+// row before it takes the next one: it has no registers for two, nor for the weights. In 3-D a
+// thread has for each feature 20 weights, 20 sums for dw and three multivectors of 8 numbers. So
+// the weights are in shared memory, and leave room for one stage of 8 blades and more. The next
+// rows are ordered when all threads have taken x, y and d_out of these, and have posted their sums.
+// After that y is taken once more. So a stage has two places for y, and rows use them in turn.
+template <typename A, int W>
+struct BackwardMemory {
+  using Stage = Plane<A, W>[4 * A::kBlades];  // x, y, d_out, and the other y
+  using Posted = PostedSums<2 * A::kGrades, kThreads<A> / 32>;
+  static constexpr size_t kMostWeights = SharedWeights<A, W>::bytes(kThreads<A>);
+  static constexpr int kStages =
+      (kMostSharedBytes - kMostWeights - sizeof(Posted) - 256) / sizeof(Stage);
+  Posted sums;
+  Barrier full[kStages];
+  alignas(128) Stage stages[kStages];
+
+  static size_t bytes(const RowsOnChip& shape) {
+    return sizeof(BackwardMemory) + SharedWeights<A, W>::bytes(shape.per_row);
+  }
+};
+
+template <typename A, int W>
+__global__ void __launch_bounds__(kThreads<A>, 1)
+    backward_streamed(const float* x, const float* y, const float* w, const float* d_out, float* dx,
+                      float* dy, float* dw_partials, Layer layer, RowsOnChip shape) {
+#if HOPPER_CODE
+  using Memory = BackwardMemory<A, W>;
+  constexpr int kPlanes = A::kBlades;  // of a tensor
+  extern __shared__ __align__(128) float shared[];
+  Memory& memory = *reinterpret_cast<Memory*>(shared);
+  prepare(memory);
+  const Place<W> place(shape, layer);
+  const int groups = shape.groups(layer), step = gridDim.x;
+  // The stage's first rows have y behind x, the next ones behind d_out, and so on in turn.
+  const auto place_of_y = [](int parity) { return (parity == 0 ? 1 : 3) * kPlanes; };
+  const auto order = [&](int group, int s, int parity) {
+    order_rows<A>(memory.stages[s], &memory.full[s], {x, y, d_out}, group, shape, layer,
+                  [&](int p) { return p / kPlanes == 1 ? p % kPlanes + place_of_y(parity) : p; });
+  };
+
+  int group = blockIdx.x;
+  for (int s = 0; s < Memory::kStages; ++s) order(group + s * step, s, 0);
+  const SharedWeights<A, W> weights(reinterpret_cast<float*>(&memory + 1), w, shape, layer);
+  copy_async_commit();
+  copy_async_wait<0>();
+  __syncthreads();
+  Pack<W> dw[A::kTriples] = {};
+  Ring ring{Memory::kStages};
+  int round = 0;
+  for (; group < groups; group += step, ring.advance(), ++round) {
+    const int n = group * shape.rows() + place.row;
+    const bool inside = n < layer.batch && place.has_features;
+    const auto& stage = memory.stages[ring.stage];
+    const auto take_part = [&](int planes) {  // zeros where there is nothing
+      return inside ? take<A, W>(stage + planes, place, layer) : Multivectors<A, W>{};
+    };
+    barrier_wait(&memory.full[ring.stage], ring.parity);
+    const auto left = take_part(0);
+    auto right = take_part(place_of_y(ring.parity));
+    const auto d = take_part(2 * kPlanes);
+    const Multivectors<A, W> P = weighted_product(left, right, weights);
+    const Pack<W> gate_x = gates_of(left.blade[0]), gate_y = gates_of(right.blade[0]);
+    const Pack<W> g = gate_x * gate_y;
+    GradientSums<A> sums = {};
+    add_gradient_sums(P, g, d, sums);
+    memory.sums.post(sums, round);
+    sums = memory.sums.collect(shape, place.row, round);
+    order(group + Memory::kStages * step, ring.stage, ring.parity ^ 1);
+
+    Pack<W> dg;
+    const Multivectors<A, W> dP = gradient_of_P(P, g, d, sums, layer, dg);
+    right = take_part(place_of_y(ring.parity));
+    const size_t at = static_cast<size_t>(n) * layer.features + place.first;
+    store_gradients(left, right, dP, dg, gate_x, gate_y, weights, dw, dx + at, dy + at,
+                    layer.plane(), inside);
+  }
+  store_weight_gradients<A>(dw, dw_partials, place, shape, layer);
+#endif
+}
 
 // ---- Launches -----------------------------------------------------------------------------------
 
 using Tensors = CliffordTable;
 using Gradients = CliffordGradients;
+
+// x', y' and z, which backward needs again; without a norm z is out.
+template <typename A>
+struct Unfused {
+  explicit Unfused(const Tensors& of)
+      : of(of),
+        x(of.problem.output<float>(of.x.size())),
+        y(of.problem.output<float>(of.y.size())),
+        z(of.layer.normed ? of.problem.output<float>(of.result.size()) : of.result),
+        inverses(of.problem.output<float>(static_cast<size_t>(of.layer.batch) *
+                                          (of.layer.normed ? A::kGrades : 1))) {}
+
+  double bytes() const {
+    return x.bytes() + y.bytes() + (of.layer.normed ? z.bytes() + inverses.bytes() : 0);
+  }
+  int blocks() const { return blocks_for(of.layer.plane(), 256); }
+
+  template <int... t>
+  void multiply(std::integer_sequence<int, t...>) const {
+    ((multiply_grades<A, t><<<blocks(), 256>>>(x, y, of.w, z, of.layer)), ...);
+  }
+
+  void forward() const {
+    const Layer& layer = of.layer;
+    apply_gate<A><<<blocks(), 256>>>(of.x, x, layer);
+    apply_gate<A><<<blocks(), 256>>>(of.y, y, layer);
+    multiply(std::make_integer_sequence<int, A::kTriples>());
+    for (int c = 0; layer.normed && c < A::kGrades; ++c) {
+      const size_t start = A::kTables.first[c] * layer.plane();
+      normalize_grade<<<layer.batch, 256>>>(z + start, of.out + start,
+                                            inverses + static_cast<size_t>(c) * layer.batch,
+                                            A::kTables.first[c + 1] - A::kTables.first[c], layer);
+    }
+  }
+
+  Tensors of;
+  Buffer<float> x, y, z, inverses;
+};
+
+// dw from its partial sums.
+template <typename A>
+void add_up_weights(const Gradients& d, const Buffer<float>& partials, const Layer& layer) {
+  const int count = static_cast<int>(partials.size() / d.dw.size());
+  sum_partials<<<blocks_for(d.dw.size(), 32), dim3(32, kSumRows)>>>(partials, d.dw, count,
+                                                                    A::kTriples, layer.features);
+}
+
+// What backward needs besides: dz, and dw of each strip. dx' is written where dx will be.
+template <typename A>
+struct UnfusedBackward {
+  UnfusedBackward(const Tensors& of, const Gradients& d)
+      : forward(of),
+        d(d),
+        dz(of.problem.output<float>(of.layer.normed ? of.result.size() : 1)),
+        partials(of.problem.output<float>(strips(of.layer) * of.w.size())) {}
+
+  double bytes() const {
+    return forward.bytes() + partials.bytes() + (forward.of.layer.normed ? dz.bytes() : 0);
+  }
+
+  template <int... t>
+  void multiply(const float* dz, std::integer_sequence<int, t...>) const {
+    ((multiply_grades_gradient<A, t><<<strip_blocks(forward.of.layer), kStripFeatures>>>(
+         forward.x, forward.y, forward.of.w, dz, d.dx, d.dy, partials, forward.of.layer)),
+     ...);
+  }
+
+  void forward_and_backward() const {
+    forward.forward();
+    const Layer& layer = forward.of.layer;
+    for (int c = 0; layer.normed && c < A::kGrades; ++c) {
+      const size_t start = A::kTables.first[c] * layer.plane();
+      normalize_grade_gradient<<<layer.batch, 256>>>(
+          forward.z + start, d.d_out + start,
+          forward.inverses + static_cast<size_t>(c) * layer.batch, dz + start,
+          A::kTables.first[c + 1] - A::kTables.first[c], layer);
+    }
+    multiply(layer.normed ? dz : d.d_out.data(), std::make_integer_sequence<int, A::kTriples>());
+    apply_gate_gradient<A><<<forward.blocks(), 256>>>(forward.of.x, d.dx, layer);
+    apply_gate_gradient<A><<<forward.blocks(), 256>>>(forward.of.y, d.dy, layer);
+    add_up_weights<A>(d, partials, layer);
+  }
+
+  Unfused<A> forward;
+  Gradients d;
+  Buffer<float> dz, partials;
+};
 
 // What a row of the table launches, the memory that this takes beside inputs and outputs, how much
 // shared memory a block asks for, and whether it needs Hopper. If `run` is empty, the kernel cannot
@@ -411,7 +1715,7 @@ template <typename A>
 Launch backward_once(const Tensors& of, const Gradients& d) {
   const int resident = resident_blocks(backward_one_launch<A>, kRowThreads, 0);
   const int blocks = std::min(of.layer.batch, resident);
-  const auto partials = of.workspace.any<float>(blocks * of.w.size());
+  const auto partials = of.problem.output<float>(blocks * of.w.size());
   const auto run = [=] {
     backward_one_launch<A>
         <<<blocks, kRowThreads>>>(of.x, of.y, of.w, d.d_out, d.dx, d.dy, partials, of.layer);
@@ -420,51 +1724,69 @@ Launch backward_once(const Tensors& of, const Gradients& d) {
   return {run, partials.bytes()};
 }
 
-// How many rows and threads a block has, in a kernel that keeps its weights in shared memory.
-// Returns nothing if a row or its weights do not fit in a block. Small batches get small blocks, so
-// that every multiprocessor has one.
-template <typename A, int W, typename Memory>
-std::optional<RowsOnChip> fit_on_chip(const Layer& layer, const Device& device) {
-  constexpr size_t kStaticBytes = sizeof(GradientSums<A>[2][kMaxWarps]);
-  RowsOnChip shape = rows_on_chip<A, W>(layer);
-  const auto fits = [&] {
-    return shape.blocks == 1 &&
-           Memory::bytes(shape) + kStaticBytes <= static_cast<size_t>(device.shared_bytes);
-  };
-  const auto too_few = [&] { return shape.groups(layer) < device.sms; };
-  while (shape.rows() > 1 && shape.threads > 128 && (!fits() || too_few())) {
-    shape.threads = (shape.rows() + 1) / 2 * shape.per_row;
-  }
-  return fits() ? std::optional(shape) : std::nullopt;
+// How many threads a block has, if its rows are on chip: as many rows as it has threads and shared
+// memory for. But of these no more than are needed to be done in as many rounds: small batches get
+// small blocks, so that every multiprocessor has one. Returns nothing if rows are no whole vectors,
+// or one of them does not fit in a block.
+template <typename A, int W, class Memory>
+std::optional<RowsOnChip> rows_on_chip(const Layer& layer, size_t shared_bytes) {
+  const int per_row = ceil_div(layer.features, 32 * W) * 32;
+  RowsOnChip shape{kThreads<A> / per_row * per_row, per_row};
+  while (shape.threads > 0 && Memory::bytes(shape) > shared_bytes) shape.threads -= per_row;
+  if (shape.threads == 0 || layer.features % kVector != 0) return std::nullopt;
+  const int most = multiprocessors() * ceil_div(shape.groups(layer), multiprocessors());
+  shape.threads = ceil_div(layer.batch, most) * per_row;
+  return shape;
 }
 
-// The grid of a kernel whose blocks stay. (Those who call it have asked fit_on_chip() before, so
-// that `bytes` are never more than a block can have.)
+// The grid of a kernel whose blocks stay.
 template <typename Kernel>
-int grid(Kernel* kernel, const RowsOnChip& shape, size_t bytes, const Layer& layer,
-         const Device& device) {
+int persistent_blocks(Kernel* kernel, const RowsOnChip& shape, size_t bytes, const Layer& layer) {
   allow_shared_bytes(kernel, static_cast<int>(bytes));
-  const int resident = static_cast<int>(bytes) > device.shared_bytes
-                           ? device.sms  // never so: see above
+  const int resident = static_cast<int>(bytes) > most_shared_bytes()
+                           ? multiprocessors()  // the row is left out: see needs_shared()
                            : resident_blocks(kernel, shape.threads, bytes);
   return std::min(shape.groups(layer), resident);
 }
 
-// The launches of kernels whose blocks stay.
-template <typename Function>
-Launch forward_by(Function* kernel, const RowsOnChip& shape, size_t bytes, const Tensors& of,
-                  const Device& device) {
-  const int blocks = grid(kernel, shape, bytes, of.layer, device);
-  const auto run = [=] {
-    kernel<<<blocks, shape.threads, bytes>>>(of.x, of.y, of.w, of.out, of.layer, shape);
+// Launches of kernels whose blocks stay: one on chip, or streamed.
+template <typename A>
+Launch forward_on_chip_of(const Tensors& of, const Device& device) {
+  constexpr int W = kForwardWidth<A>;
+  using Memory = OnChip<A, W, 2, A::kGrades>;
+  const auto shape = rows_on_chip<A, W, Memory>(of.layer, device.shared_bytes);
+  if (!shape) return {};
+  const size_t bytes = Memory::bytes(*shape);
+  const int blocks = persistent_blocks(forward_on_chip<A, W>, *shape, bytes, of.layer);
+  const auto run = [=, shape = *shape] {
+    forward_on_chip<A, W>
+        <<<blocks, shape.threads, bytes>>>(of.x, of.y, of.w, of.out, of.layer, shape);
   };
   return {run, 0, bytes};
 }
-template <typename A, typename Function>
-Launch backward_by(Function* kernel, const RowsOnChip& shape, size_t bytes, const Tensors& of,
-                   const Gradients& d, const Device& device) {
-  const int blocks = grid(kernel, shape, bytes, of.layer, device);
-  const auto partials = of.workspace.any<float>(blocks * shape.rows() * of.w.size());
+template <typename A>
+Launch forward_streamed_of(const Tensors& of) {
+  constexpr int W = kStreamedWidth<A>;
+  using Memory = ForwardMemory<A, W>;
+  const auto shape = rows_on_chip<A, W, Memory>(of.layer, kMostSharedBytes);
+  if (!shape) return {};
+  const size_t bytes = Memory::bytes(*shape);
+  const int blocks = persistent_blocks(forward_streamed<A, W>, *shape, bytes, of.layer);
+  const auto run = [=, shape = *shape] {
+    launch_early(forward_streamed<A, W>, blocks, shape.threads, bytes, of.x.data(), of.y.data(),
+                 of.w.data(), of.out.data(), of.layer, shape);
+  };
+  return {run, 0, bytes, true};
+}
+
+template <typename A, class Memory, typename Kernel>
+Launch backward_by(Kernel* kernel, const std::optional<RowsOnChip>& found, const Tensors& of,
+                   const Gradients& d) {
+  if (!found) return {};
+  const RowsOnChip shape = *found;
+  const size_t bytes = Memory::bytes(shape);
+  const int blocks = persistent_blocks(kernel, shape, bytes, of.layer);
+  const auto partials = of.problem.output<float>(blocks * shape.rows() * of.w.size());
   const auto run = [=] {
     kernel<<<blocks, shape.threads, bytes>>>(of.x, of.y, of.w, d.d_out, d.dx, d.dy, partials,
                                              of.layer, shape);
@@ -472,54 +1794,94 @@ Launch backward_by(Function* kernel, const RowsOnChip& shape, size_t bytes, cons
   };
   return {run, partials.bytes(), bytes};
 }
-
-// The launch of the operator's kernel.
-Launch launch_of(const Streamed& streamed) {
-  if (streamed.ways.empty()) return {};
-  const operators::Way& way = streamed.ways.front();
-  return {way.launch, streamed.workspace_bytes, static_cast<size_t>(way.shared_bytes), true};
-}
-
-template <typename A, int W = kForwardWidth<A>, bool kVector = (W > 1)>
-Launch forward_on_chip_of(const Tensors& of, const Device& device) {
-  if constexpr (A::kBlades == 16 && W == 1) {
-    if (of.layer.features > kThreads<A>) return forward_on_chip_of<A, 2>(of, device);
-  }
-  if constexpr (kVector) {
-    if (!whole_packs<A, W>(of.layer, W)) return forward_on_chip_of<A, W, false>(of, device);
-  }
-  using Memory = OnChipMemory<A, W, kVector, kFetchAhead<A, W> ? 2 * A::kBlades : 0>;
-  const std::optional<RowsOnChip> shape = fit_on_chip<A, W, Memory>(of.layer, device);
-  if (!shape) return {};
-  return forward_by(forward_on_chip<A, W, kVector>, *shape, Memory::bytes(*shape), of, device);
-}
-template <typename A, int W = kBackwardWidth<A>, bool kVector = (W > 1)>
+template <typename A>
 Launch backward_on_chip_of(const Tensors& of, const Gradients& d, const Device& device) {
-  if constexpr (kVector) {
-    if (!whole_packs<A, W>(of.layer, W)) return backward_on_chip_of<A, W, false>(of, d, device);
-  }
-  using Memory = OnChipMemory<A, W, kVector, 3 * A::kBlades>;
-  const auto shape = fit_on_chip<A, W, Memory>(of.layer, device);
-  if (!shape) return {};
-  return backward_by<A>(backward_on_chip<A, W, kVector>, *shape, Memory::bytes(*shape), of, d,
-                        device);
+  constexpr int W = kBackwardWidth<A>;
+  using Memory = OnChip<A, W, 3, 2 * A::kGrades>;
+  const auto shape = rows_on_chip<A, W, Memory>(of.layer, device.shared_bytes);
+  return backward_by<A, Memory>(backward_on_chip<A, W>, shape, of, d);
+}
+template <typename A>
+Launch backward_streamed_of(const Tensors& of, const Gradients& d) {
+  constexpr int W = kStreamedWidth<A>;
+  using Memory = BackwardMemory<A, W>;
+  const auto shape = rows_on_chip<A, W, Memory>(of.layer, kMostSharedBytes);
+  Launch launch = backward_by<A, Memory>(backward_streamed<A, W>, shape, of, d);
+  launch.hopper = true;
+  return launch;
 }
 
 // ---- The tables ---------------------------------------------------------------------------------
 
-// Returns whether rows fit on chip.
+// Per multivector: multiply-adds of the product, one for each term and one for each blade that a
+// weight multiplies; and of its gradients, dx, dy and dw.
+template <typename A>
+constexpr int all_terms() {
+  int terms = 0;
+  for (int t = 0; t < A::kTriples; ++t) terms += A::triple(t).terms;
+  return terms;
+}
+template <typename A>
+constexpr int product_multiply_adds() {
+  int sum = all_terms<A>();
+  for (int t = 0; t < A::kTriples; ++t) {
+    const auto of = A::triple(t);
+    const bool weight_first = A::has_one_blade(of.x) || A::has_one_blade(of.y);
+    sum += weight_first ? 1 : std::popcount(of.with_result);
+  }
+  return sum;
+}
+template <typename A>
+constexpr int gradient_multiply_adds() {
+  int sum = 2 * all_terms<A>();
+  for (int t = 0; t < A::kTriples; ++t) {
+    const auto of = A::triple(t);
+    const bool first_in_dx = weight_first_in_dx<A>(t), first_in_dy = weight_first_in_dy<A>(t);
+    sum += first_in_dx ? 1 : std::popcount(of.with_x);
+    sum += first_in_dy ? 1 : std::popcount(of.with_y);
+    sum += !first_in_dx   ? std::popcount(of.with_x)
+           : !first_in_dy ? std::popcount(of.with_y)
+                          : of.terms + std::popcount(of.with_result);
+  }
+  return sum;
+}
+
+// Per multivector: the product; scale, erf, add and halve for each gate, and their product; scaling
+// by it, square and add, and scaling by 1 / rms.
+template <typename A>
+double forward_flops() {
+  return 2 * product_multiply_adds<A>() + 9 + 4 * A::kBlades;
+}
+// The product and its gates again, both sums of the norm, dz, dg and dP, the gradients, two slopes.
+template <typename A>
+double backward_flops() {
+  return 2 * product_multiply_adds<A>() + 9 + 11 * A::kBlades + 2 * gradient_multiply_adds<A>() +
+         14;
+}
+
+// Returns whether a row of the layer fits on chip.
 template <typename A>
 bool add_forward(const Tensors& of, const Device& device) {
   Problem& problem = of.problem;
   const Unfused<A> unfused(of);
   problem.kernel("unfused", Role::baseline, [=] { unfused.forward(); })
       .occupies(of.bytes() + unfused.bytes());
-  const auto fused_product_and_norm = [=, layer = of.layer, z = unfused.z] {
-    fused_product<A><<<strip_blocks(layer), kStripFeatures>>>(of.x, of.y, of.w, z, layer);
-    if (layer.normed) normalize<A><<<layer.batch, 256>>>(z, of.out, layer);
+  const auto add_product_and_norm = [&](const char* name, auto product) {
+    const auto run = [=, layer = of.layer, z = unfused.z] {
+      product(z);
+      if (layer.normed) normalize<A><<<layer.batch, 256>>>(z, of.out, layer);
+    };
+    problem.kernel(name, Role::ours, run)
+        .occupies(of.bytes() + (of.layer.normed ? unfused.z.bytes() : 0));
   };
-  problem.kernel("fused product", Role::ours, fused_product_and_norm)
-      .occupies(of.bytes() + (of.layer.normed ? unfused.z.bytes() : 0));
+  if constexpr (std::is_same_v<A, Cl<2, 0, 0>>) {
+    add_product_and_norm("product by hand", [=, blocks = unfused.blocks()](float* z) {
+      product_by_hand<<<blocks, 256>>>(of.x, of.y, of.w, z, of.layer);
+    });
+  }
+  add_product_and_norm("fused product", [=](float* z) {
+    fused_product<A><<<strip_blocks(of.layer), kStripFeatures>>>(of.x, of.y, of.w, z, of.layer);
+  });
   const auto add = [&](const char* name, const Launch& launch) {
     Kernel& row = problem.kernel(name, Role::ours, launch.run).occupies(of.bytes());
     row.needs_shared(launch.shared_bytes);
@@ -528,9 +1890,9 @@ bool add_forward(const Tensors& of, const Device& device) {
   add("one launch", forward_once<A>(of));
   const Launch on_chip = forward_on_chip_of<A>(of, device);
   if (on_chip.run) add("row on chip", on_chip);
-  const Launch streamed = launch_of(streamed_forward<A>(of));
+  const Launch streamed = forward_streamed_of<A>(of);
   if (streamed.run) add("rows streamed", streamed);
-  return on_chip.run || streamed.run;
+  return on_chip.run && streamed.run;
 }
 
 // In a network other layers work between the forward and the backward pass. So these are two calls,
@@ -555,12 +1917,12 @@ bool add_backward(const Tensors& of, const Gradients& d, const Device& device) {
   const Launch once = forward_once<A>(of);
   add("one launch each", once, backward_once<A>(of, d));
   const Launch on_chip = forward_on_chip_of<A>(of, device);
-  const Launch streamed = launch_of(streamed_forward<A>(of));
   const Launch backward = backward_on_chip_of<A>(of, d, device);
-  const Launch backward_streamed = launch_of(streamed_backward<A>(of, d));
   if (backward.run) add("both on chip", on_chip.run ? on_chip : once, backward);
+  const Launch streamed = forward_streamed_of<A>(of);
+  const Launch backward_streamed = backward_streamed_of<A>(of, d);
   if (backward_streamed.run) add("both streamed", streamed, backward_streamed);
-  return backward.run || backward_streamed.run;
+  return backward.run && backward_streamed.run;
 }
 
 template <int p, int q, int r>
@@ -577,9 +1939,14 @@ int run_lesson(Lesson& lesson) {
     all_on_chip &= add_backward<A>(both, d, lesson.device());
     both.problem.compare("both on chip", "unfused", "Both in three launches: % times as fast.");
   }
-  if (!all_on_chip) lesson.note("Rows too long for 8 multiprocessors are left to 'one launch'.");
-  tables.note_operations(A::kTriples, A::product_multiply_adds(), 2 * A::terms(),
-                         A::gradient_multiply_adds());
+  if (!all_on_chip) {
+    lesson.note(
+        "Kernels with a row on chip are left out where they cannot take it: they take rows of "
+        "whole "
+        "vectors (features are a multiple of 4) that fit in a block.");
+  }
+  tables.note_operations(A::kTriples, product_multiply_adds<A>(), 2 * all_terms<A>(),
+                         gradient_multiply_adds<A>());
   return lesson.run();
 }
 

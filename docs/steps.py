@@ -41,7 +41,7 @@ LADDERS = {
         "fused_rows", "logit_tiles", "fused_tiles", "fused_cluster", "exchange_tiles", "tensor_core_cluster",
         "softmax_specialized", "fused_split_k",
     ],
-    "10_clifford_gp": ["fused_product", "forward_one_launch", "forward_on_chip"],
+    "10_clifford_gp": ["fused_product", "forward_one_launch", "forward_on_chip", "forward_streamed"],
     "bonus_attention": [
         "attention_rows", "attention_mma", "attention_hopper", "attention_ping_pong", "attention_overlap",
         "attention_stay",

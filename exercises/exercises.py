@@ -369,24 +369,20 @@ EXERCISES = [
     return 1;
 """),),
         finds="^It does not compile: .*static assertion failed",
-        headers=("operators/clifford/layer.cuh", "operators/clifford/streamed.cuh",
-                 "operators/clifford/row_exchange.cuh", "operators/clifford/rows.cuh", "operators/clifford/unfused.cuh",
-                 "operators/clifford/clifford.cuh", "operators/clifford/algebra.cuh"),
     ),
     Exercise(
         "gradient", CLIFFORD, "the gradient of the geometric product",
         "unfused", ("3", "--features", "40"),
-        (Cut("void multiply_grades_gradient(", "const float sum = sum_terms<A, Of::x, t, i>",
+        (Cut("void multiply_grades_gradient(", "const float sum = terms_of_dx<A, t, i>",
              "dw += left", """\
       // TODO: of z_k = w sign x_i y_j: dx_i is w times a sum, and dw is x_i times the same sum.
       // Which function writes that sum out, of which two factors?
       const float sum = 0;
-"""), Cut("void multiply_grades_gradient(", "const float sum = sum_terms<A, Of::y, t, j>", "", """\
+"""), Cut("void multiply_grades_gradient(", "const float sum = terms_of_dy<A, t, j>", "", """\
       // TODO: the same for dy_j.
       const float sum = 0;
 """)),
         finds="^Wrong from element ", columns="--features",
-        headers=("operators/clifford/layer.cuh", "operators/clifford/unfused.cuh"),
     ),
     Exercise(
         "rescale", ATTENTION, "attention, when a larger maximum comes",

@@ -29,7 +29,9 @@ from commit import commit_of
 from record import Mistake, ROOT, as_text, saying_mistakes, write_whole
 
 RECORD = ROOT / "results" / "clifford_operations.json"
-ALGEBRA = "operators/clifford/algebra.cuh"
+LESSON = "10_clifford_gp.cu"
+# Headings of the lesson: what stands under these is compiled.
+SECTIONS = ("The algebra", "The product, for any algebra", "Backward: the gradients of the product")
 ALGEBRAS = ("2,0,0", "3,0,0", "3,0,1", "1,3,0", "4,1,0")
 ARCHITECTURE = "sm_90a"
 OPCODES = {"FFMA": 0x23, "FMUL": 0x20, "FADD": 0x21, "LDG": 0x181, "STG": 0x186}  # since sm_70
@@ -143,11 +145,25 @@ def operations(sums):
 
 # ---- The kernels --------------------------------------------------------------------------------
 
-HEADER = f"""
-#include "{ALGEBRA}"
+def lesson_sections():
+    """The text of the lesson's SECTIONS."""
+    parts = re.split(r"^// ---- (.*?) -+$", (ROOT / LESSON).read_text(), flags=re.MULTILINE)
+    found = dict(zip(parts[1::2], parts[2::2]))
+    missing = [name for name in SECTIONS if name not in found]
+    if missing:
+        raise Mistake(f"{LESSON} has no section '{missing[0]}'")
+    return "".join(found[name] for name in SECTIONS)
 
+
+INCLUDES = """
+#include <cuda_runtime.h>
+
+#include <bit>
+#include <utility>
+"""
+HEADER = f"""
 template <typename A>
-constexpr bool agrees(const int (*terms)[5], int count, int product, int gradients) {{
+constexpr bool agrees(const int (*terms)[5], int count) {{
   int all = 0;
   for (int t = 0; t < A::kTriples; ++t) {{
     for (int i = 0; i < A::kBlades; ++i) {{
@@ -156,10 +172,9 @@ constexpr bool agrees(const int (*terms)[5], int count, int product, int gradien
   }}
   for (int n = 0; n < count; ++n) {{
     const auto [i, j, k, t, sign] = terms[n];
-    if (A::third(i, j) != k || A::sign(t, i, j) != sign) return false;
+    if (A::product(i, j) != k || A::sign(t, i, j) != sign) return false;
   }}
-  return all == count && A::product_multiply_adds() == product &&
-         A::gradient_multiply_adds() == gradients;
+  return all == count;
 }}
 
 // Element n of this thread.
@@ -192,12 +207,20 @@ __device__ void gradients(float* x_in, float* y_in, float* w_in, float* dz_in, f
   float w[A::kTriples];
   load(w, w_in);
   const auto weight = [&](auto t) {{ return Pack<1>{{{{w[t]}}}}; }};
-  const auto take_w = [](auto) {{ return empty_sum<1>(); }};
-  const auto give_w = [&](auto t, Pack<1> dw) {{ at(dw_out, t) = dw.v[0]; }};
-  gradients<Of::x>(x, y, dz, weight, [&](auto i, Pack<1> dx) {{ at(dx_out, i) = dx.v[0]; }},
-                   take_w, give_w);
-  gradients<Of::y>(x, y, dz, weight, [&](auto j, Pack<1> dy) {{ at(dy_out, j) = dy.v[0]; }},
-                   take_w, give_w);
+  Pack<1> dw[A::kTriples] = {{}};
+  const auto store = [](float* to, auto grade, const auto& gradient) {{
+    over_grade<A, grade>([&](auto i) {{
+      constexpr int number = i - A::first(grade);
+      at(to, i) = gradient.blade[number].v[0];
+    }});
+  }};
+  unroll<0, A::kGrades>([&](auto grade) {{
+    store(dx_out, grade, gradient_of_x<grade>(x, y, dz, weight, dw));
+  }});
+  unroll<0, A::kGrades>([&](auto grade) {{
+    store(dy_out, grade, gradient_of_y<grade>(x, y, dz, weight, dw));
+  }});
+  unroll<0, A::kTriples>([&](auto t) {{ at(dw_out, t) = dw[t].v[0]; }});
 }}
 """
 ARRAYS = {"product": (("x", "y", "w"), ("z",)), "gradients": (("x", "y", "w", "dz"), ("dx", "dy", "dw"))}
@@ -209,9 +232,8 @@ def source_of(signature, algebra, sums):
     from sympy import ccode
 
     terms = ", ".join("{%d, %d, %d, %d, %d}" % term for term in algebra.terms)
-    counts = "%(product)d, %(gradients)d" % algebra.multiply_adds()
-    text = [HEADER, f"using A = Cl<{signature}>;", f"constexpr int kTerms[][5] = {{{terms}}};"]
-    text.append(f"static_assert(agrees<A>(kTerms, {len(algebra.terms)}, {counts}));")
+    text = [INCLUDES, lesson_sections(), HEADER, f"using A = Cl<{signature}>;", f"constexpr int kTerms[][5] = {{{terms}}};"]
+    text.append(f"static_assert(agrees<A>(kTerms, {len(algebra.terms)}));")
     for what, (inputs, outputs) in ARRAYS.items():
         parameters = ", ".join(f"float* {name}_{way}" for way, names in (("in", inputs), ("out", outputs))
                                for name in names)
@@ -299,7 +321,7 @@ def main():
     except subprocess.CalledProcessError as error:
         raise Mistake(f"{pathlib.Path(error.cmd[0]).name} failed; what it said stands above") from None
     record = {
-        "commit": commit_of("*.cuh", "results/*.py"),
+        "commit": commit_of(LESSON, "results/*.py"),
         "nvcc": version,
         "architecture": ARCHITECTURE,
         "sympy": sympy.__version__,

@@ -125,9 +125,6 @@ PRODUCT, OF_SOFTMAX, OF_ATTENTION = "operators_product", "operators_softmax", "o
 # Headers that mistakes are made in.
 RING = "primitives/async_copy.cuh"
 HEADERS = {
-    CLIFFORD: ("operators/clifford/layer.cuh", "operators/clifford/streamed.cuh", "operators/clifford/row_exchange.cuh",
-               "operators/clifford/rows.cuh", "operators/clifford/unfused.cuh", "operators/clifford/clifford.cuh",
-               "operators/clifford/algebra.cuh"),
     ATTENTION: (RING,),
     OF_ATTENTION: ("operators/attention/layer.cuh", "operators/attention/hopper.cuh",
                    "operators/attention/portable.cuh", RING),
@@ -226,8 +223,8 @@ BARRIERS = [
     (TRAINING, "half fused", "void multiply(", 1, ("3", "--inputs", "70", "--classes", "10")),
     (TRAINING, "dlogits in memory", "is_last_block(unsigned", 1,
      ("300", "--inputs", "9", "--classes", "10")),
-    (CLIFFORD, "one launch", "add_up_row(", 1, CLIFFORD_ARGUMENTS),
-    (CLIFFORD, "both on chip", "add_up_row_by_halves(", 1, CLIFFORD_ARGUMENTS),
+    (CLIFFORD, "one launch", "void add_up_block(", 1, CLIFFORD_ARGUMENTS),
+    (CLIFFORD, "both on chip", "void add_up_row(", 1, CLIFFORD_ARGUMENTS),
     (CLIFFORD, "one launch each", "sum_partials(", 1, CLIFFORD_ARGUMENTS),
     (CLIFFORD, "row on chip", "forward_on_chip(", 1, CLIFFORD_ARGUMENTS),
     (CLIFFORD, "both on chip", "backward_on_chip(", 1, CLIFFORD_ARGUMENTS),
@@ -447,18 +444,22 @@ MUTANTS = [
     # One wrong sign among the 64 products of two blades, in what is computed for z, x or y.
     *(
         _wrong(
-            which, f"sign_flipped_in_{of}", CLIFFORD, "Pack<W> sum_terms(",
-            "first.blade[start + n].v[e]",
-            f"(of == Of::{of} && fixed == 6 && start + n == 2 ? -1 : 1) * first.blade[start + n].v[e]",
+            which, f"sign_flipped_in_{of}", CLIFFORD, f"Pack<W> terms_of_{of}(",
+            f"add_product<A::sign(t, i, j)>(sum, {factors});",
+            f"add_product<({term} ? -1 : 1) * A::sign(t, i, j)>(sum, {factors});",
             rf"\n{row} .* FAILED", "5", "--features", "40",
         )
-        for which, (of, row) in enumerate(
-            [("result", "row on chip"), ("x", "both on chip"), ("y", "both on chip")], start=1)
+        for which, (of, factors, term, row) in enumerate([
+            ("z", "x.blade[i], y.blade[j]", "k == 6 && i == 3", "row on chip"),
+            ("dx", "y.blade[j], dz.blade[k]", "i == 6 && k == 3", "both on chip"),
+            ("dy", "x.blade[i], dz.blade[k]", "j == 6 && k == 3", "both on chip"),
+        ], start=1)
     ),
     # The same where the weight goes into a common factor.
     _wrong(
-        4, "sign_flipped_of_a_weighted_factor", CLIFFORD, "void add_triple(",
-        "weighted.v[e]", "(blade == 6 ? -1 : 1) * weighted.v[e]",
+        4, "sign_flipped_of_a_weighted_factor", CLIFFORD, "W> weighted_product(",
+        "add_product<A::sign(t, i, j)>(z.blade[k], weighted, y.blade[j]);",
+        "add_product<(k == 6 ? -1 : 1) * A::sign(t, i, j)>(z.blade[k], weighted, y.blade[j]);",
         r"\nrow on chip .* FAILED", "5", "--features", "40",
     ),
 ]

@@ -33,9 +33,9 @@ CLIFFORD_SIZES = [
     ("3", "--features", "33"),
     ("3", "--features", "260"),
     ("2", "--features", "20", "--algebra", "2,0,0"),
-    ("2", "--features", "34", "--algebra", "3,0,1"),
-    ("2", "--features", "3", "--algebra", "1,3,0", "--no-norm"),
-    ("1", "--features", "5", "--algebra", "4,1,0"),
+    ("2", "--features", "36", "--algebra", "3,0,1"),
+    ("2", "--features", "4", "--algebra", "1,3,0", "--no-norm"),
+    ("1", "--features", "8", "--algebra", "4,1,0"),
     ("2", "--features", "4", "--turned"),
 ]
 # Columns of one block, with rows that are hard; D in two blocks; columns in three, and two strips of rows; a softmax

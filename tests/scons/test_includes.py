@@ -27,8 +27,8 @@ ROOMS = {
 }
 TESTS = ("cpu/tests/", "operators/tests/")  # they include what they test
 LESSON = r"(primitives|checks|common)/"
-# Lessons that have no kernel yet in the place of their operator's.
-WITH_OPERATORS = {"10_clifford_gp.cu", "bonus_clifford_fully_connected.cu"}
+# A lesson that has no kernel yet in the place of its operator's.
+WITH_OPERATORS = {"bonus_clifford_fully_connected.cu"}
 
 
 def rule_of(file):
