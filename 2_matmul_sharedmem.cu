@@ -417,7 +417,8 @@ __global__ void __launch_bounds__((BM / TM) * (BN / TN), kBlocks)
 // just above it asks shared memory for, tens of cycles away. Eight warps, two for each scheduler,
 // are not enough to fill that time with others' work. So there are two sets of registers: while one
 // k is multiplied, the numbers of the next come into the other set.
-// Multiplies the steps `begin` to `end` - 1 of the tile of C at (row0, col0). finish(sum) says what
+//
+// multiply_ahead multiplies the steps `begin` to `end` - 1 of the tile of C at (row0, col0). finish(sum) says what
 // becomes of a thread's sums.
 template <int BM, int BN, int BK, int TM, int TN, int kStages, bool kAligned, typename Finish>
 __device__ void multiply_ahead(TilePair<BM, BN, BK>* stages, const float* A, const float* B, int n,
@@ -688,13 +689,13 @@ void add_vector_kernels(Problem& square, Buffer<float> A, Buffer<float> B, Buffe
   const auto ready = square.workspace<unsigned>(blocks);
   const auto sums = square.output<float>(size_t{128 * 256} * blocks);
   square
-      .kernel("stream-K", Role::ours,
-              [=] {
-                const SumsOfBlocks<8, 16, 256> of_blocks{ready,
-                                                         reinterpret_cast<float4*>(sums.data())};
-                matmul_stream_k<128, 256, 16, 8, 16, kStages, 1, kAligned>
-                    <<<blocks, 256, kLargeBytes>>>(A, B, C, n, of_blocks);
-              })
+      .kernel(
+          "stream-K", Role::ours,
+          [=] {
+            const SumsOfBlocks<8, 16, 256> of_blocks{ready, reinterpret_cast<float4*>(sums.data())};
+            matmul_stream_k<128, 256, 16, 8, 16, kStages, 1, kAligned>
+                <<<blocks, 256, kLargeBytes>>>(A, B, C, n, of_blocks);
+          })
       .needs_shared(kLargeBytes);
 }
 

@@ -121,10 +121,14 @@ CONNECTED = "bonus_clifford_fully_connected"
 ATTENTION = "bonus_attention"
 MEMORY = "bonus_memory"
 PRODUCT, OF_SOFTMAX, OF_ATTENTION = "operators_product", "operators_softmax", "operators_attention"
+OF_CLIFFORD = "operators_clifford"
 
 # Headers that mistakes are made in.
 RING = "primitives/async_copy.cuh"
 HEADERS = {
+    OF_CLIFFORD: ("operators/clifford/layer.cuh", "operators/clifford/streamed.cuh",
+                  "operators/clifford/row_exchange.cuh", "operators/clifford/rows.cuh",
+                  "operators/clifford/clifford.cuh", "operators/clifford/algebra.cuh"),
     ATTENTION: (RING,),
     OF_ATTENTION: ("operators/attention/layer.cuh", "operators/attention/hopper.cuh",
                    "operators/attention/portable.cuh", RING),
@@ -461,6 +465,22 @@ MUTANTS = [
         "add_product<A::sign(t, i, j)>(z.blade[k], weighted, y.blade[j]);",
         "add_product<(k == 6 ? -1 : 1) * A::sign(t, i, j)>(z.blade[k], weighted, y.blade[j]);",
         r"\nrow on chip .* FAILED", "5", "--features", "40",
+    ),
+    # The same in the operator.
+    *(
+        _wrong(
+            which, f"sign_flipped_in_{of}_of_the_operator", OF_CLIFFORD, "Pack<W> sum_terms(",
+            "first.blade[start + n].v[e]",
+            f"(of == Of::{of} && fixed == 6 && start + n == 2 ? -1 : 1) * first.blade[start + n].v[e]",
+            rf"\n{row} .* FAILED", "5", "--features", "40",
+        )
+        for which, (of, row) in enumerate(
+            [("result", "rows streamed"), ("x", "both streamed"), ("y", "both streamed")], start=1)
+    ),
+    _wrong(
+        4, "sign_flipped_of_a_weighted_factor_of_the_operator", OF_CLIFFORD, "void add_triple(",
+        "weighted.v[e]", "(blade == 6 ? -1 : 1) * weighted.v[e]",
+        r"\nrows streamed .* FAILED", "5", "--features", "40",
     ),
 ]
 
