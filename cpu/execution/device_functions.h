@@ -21,8 +21,8 @@
 #include <type_traits>
 
 #include "cpu/execution/cuda_cpu.h"
-#include "cpu/execution/fences.h"
 #include "cpu/execution/sanitizers.h"
+#include "cpu/order/fences.h"
 #include "cpu/watch/counting.h"
 
 // ---- Barriers ----------------------------------------------------------------------------------
