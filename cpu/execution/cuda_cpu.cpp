@@ -16,14 +16,14 @@
 #include <vector>
 
 #include "cpu/execution/execution.h"
-#include "cpu/execution/fences.h"
 #include "cpu/execution/fiber.h"
 #include "cpu/execution/worker_pool.h"
 #include "cpu/hopper/phase_barrier.h"
+#include "cpu/order/fences.h"
+#include "cpu/order/stream_order.h"
 #include "cpu/runtime/capture.h"
 #include "cpu/runtime/device_state.h"
 #include "cpu/runtime/environment.h"
-#include "cpu/runtime/stream_order.h"
 #include "cpu/watch/counting.h"
 #include "cpu/watch/ledger.h"
 #include "cpu/watch/repeats.h"

@@ -20,9 +20,9 @@
 #include <type_traits>
 
 #include "cpu/execution/cuda_cpu.h"
-#include "cpu/execution/fences.h"
 #include "cpu/execution/later_than_cpp17.h"
 #include "cpu/execution/sanitizers.h"
+#include "cpu/order/fences.h"
 #include "cpu/watch/counting.h"
 
 // ---- Barriers ----------------------------------------------------------------------------------

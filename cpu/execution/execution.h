@@ -291,7 +291,8 @@ class Runner {
   Thread& current() { return *current_; }
   /// Whether a CUDA thread runs, and not the worker itself.
   bool in_thread() const { return current_ != nullptr; }
-  /// ThreadSanitizer's identity of the worker, which knows what the host has done before the launch.
+  /// ThreadSanitizer's identity of the worker, which comes after what the host has done before the
+  /// launch.
   void* own_identity() const { return main_.tsan_identity(); }
   bool on_own_stack(const void* address) const { return running_->has_on_stack(address); }
   unsigned threads_in_block() const { return threads_in_block_; }

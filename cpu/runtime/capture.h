@@ -8,7 +8,7 @@
 #include <optional>
 #include <vector>
 
-#include "cpu/runtime/stream_order.h"
+#include "cpu/order/stream_order.h"
 #include "cuda_runtime_api.h"
 
 namespace cuda_cpu {

@@ -10,10 +10,10 @@
 
 #include "cpu/execution/cuda_cpu.h"
 #include "cpu/execution/execution.h"
+#include "cpu/order/stream_order.h"
 #include "cpu/runtime/capture.h"
 #include "cpu/runtime/device_state.h"
 #include "cpu/runtime/environment.h"
-#include "cpu/runtime/stream_order.h"
 #include "cpu/watch/ledger.h"
 #include "cpu/watch/memory_watch.h"
 #include "cuda.h"

@@ -7,9 +7,9 @@
 #include <thread>
 
 #include "cpu/execution/cuda_cpu.h"
+#include "cpu/order/stream_order.h"
 #include "cpu/runtime/capture.h"
 #include "cpu/runtime/device_state.h"
-#include "cpu/runtime/stream_order.h"
 
 using cuda_cpu::Capture;
 using cuda_cpu::Captured;

@@ -2243,7 +2243,7 @@ int main() {{
 
 def test_a_host_thread_for_each_device(tried):
     """Each launches kernels at the same time as the others, and all of these are counted."""
-    result = tried(\"\"\"#include <cstdio>
+    result = tried("""#include <cstdio>
 #include <thread>
 #include <vector>
 __global__ void add(float* x, int n) {
@@ -2265,7 +2265,7 @@ int main() {
   for (auto& each : all) each.join();
   for (float each : results) printf("%g ", each);
 }
-\"\"\")
+""")
     assert result.rc == 0, result.stdout + result.stderr
     assert "50 50 50 50" in result.stdout
     assert re.search(r"^add +1 +64 +200 +6400 ", result.stdout, re.MULTILINE), result.stdout
@@ -2273,7 +2273,7 @@ int main() {
 
 @pytest.mark.extensive
 def test_more_threads_than_a_sanitizer_has_room_for(tried):
-    result = tried(\"\"\"#include <cooperative_groups.h>
+    result = tried("""#include <cooperative_groups.h>
 __global__ void both(int* x) {
   const int i = blockIdx.x * blockDim.x + threadIdx.x, n = gridDim.x * blockDim.x;
   x[i] = i;
@@ -2288,7 +2288,7 @@ int main() {
   cudaDeviceSynchronize();
   cudaFree(x);
 }
-\"\"\", options=("--race",))
+""", options=("--race",))
     assert "Not known: whether there is a race. So many threads wait for each other" in result.stdout, result.stdout
     assert "crashed" not in result.stdout and result.rc == 0
 

@@ -14,8 +14,8 @@
 #include <vector>
 
 #include "cpu/execution/execution.h"
-#include "cpu/execution/fences.h"
 #include "cpu/execution/sanitizers.h"
+#include "cpu/order/fences.h"
 #include "cpu/runtime/device_state.h"
 #include "cpu/watch/ledger.h"
 

@@ -126,7 +126,7 @@ OF_CLIFFORD = "operators_clifford"
 # Headers that mistakes are made in.
 RING = "primitives/async_copy.cuh"
 HEADERS = {
-    OF_CLIFFORD: ("operators/clifford/layer.cuh", "operators/clifford/streamed.cuh",
+    OF_CLIFFORD: ("operators/clifford/layer.cuh", "operators/clifford/streamed.cuh", "operators/clifford/unfused.cuh",
                   "operators/clifford/row_exchange.cuh", "operators/clifford/rows.cuh",
                   "operators/clifford/clifford.cuh", "operators/clifford/algebra.cuh"),
     ATTENTION: (RING,),

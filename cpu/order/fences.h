@@ -9,7 +9,7 @@
 // block whose fences are of that scope. These are taken as right although PTX does not say so:
 // - a fence serves all threads of its block, which may meet between it and the write, or the read;
 // - what a thread does between a fence and its next atomic write is released, too: the write itself
-//   has to be, as the thread that has seen it may set the variable back without an atomic operation;
+//   has to be, as who has seen it may set the variable back without an atomic operation;
 // - the fence after a read may be of either scope, and after an operation that reads and writes at
 //   once none is needed.
 

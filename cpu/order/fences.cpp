@@ -1,4 +1,4 @@
-#include "cpu/execution/fences.h"
+#include "cpu/order/fences.h"
 
 #if defined(CUDA_CPU_TSAN)
 

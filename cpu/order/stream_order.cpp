@@ -1,4 +1,4 @@
-#include "cpu/runtime/stream_order.h"
+#include "cpu/order/stream_order.h"
 
 #include <cstdio>
 #include <cstring>
