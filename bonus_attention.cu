@@ -152,13 +152,19 @@ struct OnlineRows {
   // the hardware computes 2^x and not e^x. A row of which nothing but -infinity has come subtracts
   // nothing.
   //
+  // An FMA subtracts the maximum and scales a logit at once. It subtracts a rounded product from
+  // one that is not rounded: so an exponent is off by what the maximum times the scale has been
+  // rounded by. Up to 256 that is at most 2^-17, less than the rounding of a probability to fp16.
+  // Beyond it the maximum is subtracted first, and without a rounding error: of a row whose maximum
+  // is 2^33 the exponent would be off by 256, and the result NaN.
+  //
   // kRarely: where no exponential of the warp's rows would exceed 2^8 they stay relative to the old
   // maximum, and there is no factor. (The 8 below is an exponent of 2, as scale has log2(e).)
   // Exponentials of up to 2^8 are as exact as those of up to 1. Returns whether there is a factor.
   template <bool kRarely = false, int kCount>
   __device__ __forceinline__ bool exponentials(float (&logits)[kCount], float scale,
                                                float (&factor)[2]) {
-    float most[2] = {largest[0], largest[1]}, base[2];
+    float most[2] = {largest[0], largest[1]}, from[2];
 #pragma unroll
     for (int i = 0; i < kCount; ++i) most[i / 2 % 2] = fmaxf(most[i / 2 % 2], logits[i]);
     most[0] = lanes_max<4>(most[0]);
@@ -168,12 +174,18 @@ struct OnlineRows {
 #pragma unroll
     for (int r = 0; r < 2; ++r) {
       if (!rescale) most[r] = largest[r];
-      base[r] = most[r] == minus_infinity() ? 0 : most[r] * scale;
+      from[r] = base_of(most[r]);
       if (rescale) {
-        factor[r] = exp2_approximate(largest[r] * scale - base[r]);
+        factor[r] = exp2_approximate((largest[r] - from[r]) * scale);
         largest[r] = most[r];
         sum[r] *= factor[r];
       }
+    }
+    float base[2] = {from[0] * scale, from[1] * scale};
+    if (fabsf(base[0]) > 256 || fabsf(base[1]) > 256) {
+#pragma unroll
+      for (int i = 0; i < kCount; ++i) logits[i] -= from[i / 2 % 2];
+      base[0] = base[1] = 0;
     }
 #pragma unroll
     for (int i = 0; i < kCount; ++i) {

@@ -390,7 +390,7 @@ EXERCISES = [
         (Cut("struct OnlineRows {", "factor[r] = exp2_approximate(", "sum[r] *= factor[r];", """\
         // TODO: what has been summed up of the row so far, here and in the kernel, is relative to
         // largest[r], and has to become relative to most[r]. By which factor? (2^x is computed, of
-        // logits that are multiplied by `scale`; base[r] is most[r] times scale.)
+        // logits that are multiplied by `scale`; from[r] is most[r], or 0 where that is -infinity.)
         factor[r] = 1;
         largest[r] = most[r];
 """), Cut("attention_mma(Operands<T> in)", "#pragma unroll\n      for (int j = 0; j < kWidth / 8; ++j) {",

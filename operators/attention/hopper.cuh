@@ -347,8 +347,9 @@ struct Consumer {
   __device__ __forceinline__ void put(const ConsumerWork& own, OnlineRows& online,
                                       Sum<kWidth>& result) const {
     const AttentionWork& work = shared.work[own.stage];
-    float factor[2], log_sum[2];
-    online.finish(factor, log_sum);
+    float factor[2];
+    PartSum whole[2];
+    online.finish(scale, factor, whole);
     const int thread = threadIdx.x % 128;
 #pragma unroll
     for (int r = 0; r < 2; ++r) {
@@ -359,14 +360,14 @@ struct Consumer {
       if constexpr (Tile::kSplit) {
         const size_t all = static_cast<size_t>(schedule.heads) * schedule.pack * in.queries;
         const size_t to = work.part * all + place;
-        if (thread % 4 == 0) parts.log_sums[to] = log_sum[r];
+        if (thread % 4 == 0) parts.sums[to] = whole[r];
 #pragma unroll
         for (int i = 2 * r; i < result.size(); i += 4) {
           *reinterpret_cast<float2*>(parts.out + to * kWidth + result.col(i)) =
               make_float2(result.elements[i] * factor[r], result.elements[i + 1] * factor[r]);
         }
       } else if (in.log_sums != nullptr && thread % 4 == 0) {
-        in.log_sums[place] = log_sum[r];
+        in.log_sums[place] = whole[r].logarithm();
       }
     }
     if constexpr (!Tile::kSplit) {

@@ -11,6 +11,7 @@
 #include <memory>
 #include <optional>
 #include <string>
+#include <type_traits>
 #include <vector>
 
 #include "operators/attention/hopper.cuh"
@@ -80,7 +81,8 @@ struct AttentionLaunches {
 
   /// Where parts go: the largest of all ways' is allocated once.
   struct PartMemory {
-    std::optional<Memory<float>> out, log_sums;
+    std::optional<Memory<float>> out;
+    std::optional<Memory<PartSum>> sums;
   };
 
   template <class Tile>
@@ -153,7 +155,7 @@ struct AttentionLaunches {
   template <bool kSplit>
   AttentionParts parts() const {
     if constexpr (!kSplit) return {};
-    return {parts_->out->data(), parts_->log_sums->data()};
+    return {parts_->out->data(), parts_->sums->data()};
   }
 
   template <int kWidth>
@@ -285,9 +287,19 @@ class Attention : AttentionLaunches<T> {
 
   template <int kWidth>
   void add_portable_ways() {
+    constexpr int kRows = kWidth <= 128 ? 128 : 64, kKeys = kWidth <= 128 ? 64 : 32;
+    using Usual = PortableTile<T, kWidth, kRows, kKeys, 4, true>;
+    if (Usual::kSharedBytes <= most_shared_bytes()) {
+      add_portable_tiles<kWidth, kRows, kKeys>();
+    } else if constexpr (std::is_same_v<T, half> && kWidth > 64) {
+      add_portable_tiles<kWidth, 64, kWidth <= 128 ? 32 : 16>();  // compute capability 7.5
+    }
+  }
+  template <int kWidth, int kRows, int kKeys>
+  void add_portable_tiles() {
     const auto add = [&]<bool kAligned>() {
-      using Tile =
-          PortableTile<T, kWidth, kWidth <= 128 ? 128 : 64, kWidth <= 128 ? 64 : 32, 4, kAligned>;
+      using Tile = PortableTile<T, kWidth, kRows, kKeys, 4, kAligned>;
+      static_assert(Tile::kSharedBytes <= 99 << 10);
       add_portable<Tile, false>("mma.sync");
       add_portable<Tile, true>("mma.sync");
     };
@@ -349,7 +361,7 @@ class Attention : AttentionLaunches<T> {
     if (part_rows_ > 0) {
       const int64_t width = shape_.width <= 64 ? 64 : shape_.width <= 128 ? 128 : 256;  // of tiles
       parts_->out = workspace.any<float>(static_cast<size_t>(part_rows_ * width));
-      parts_->log_sums = workspace.any<float>(static_cast<size_t>(part_rows_));
+      parts_->sums = workspace.any<PartSum>(static_cast<size_t>(part_rows_));
     }
   }
 

@@ -28,6 +28,22 @@ inline constexpr float kMostExponentials = 0x1p64f;
 template <>
 inline constexpr float kMostExponentials<half> = 0x1p14f;
 
+/// Beyond that, in the exponent of 2, a base is not subtracted from the product of a logit and the
+/// scale, but from the logit. An FMA subtracts a rounded base from a product that is not rounded. By
+/// what the base has been rounded, all exponents of a row are moved alike, which its sum makes good
+/// for; but only while that is less than 1, that is up to here, no exponential overflows by it.
+inline constexpr float kLargestProduct = 0x1p24f;
+
+/// The sum of a row's exponentials, or of a part of them: sum * 2^base. The two are kept apart, since
+/// a logarithm of both together is rounded by more than 1 where the base is large.
+struct PartSum {
+  float base, sum;  ///< -infinity and 0 of a row without keys
+
+  __device__ float logarithm() const {
+    return base == minus_infinity() ? base : fmaf(base, kLn2, logf(sum));
+  }
+};
+
 /// What a thread knows of its two rows. Exponentials are relative to `base`. Which base that is
 /// does not matter for the result, as long as nothing overflows, and as long as not all of a row
 /// underflows. So it is the maximum of the first tile in which the row has logits; and later ones
@@ -35,6 +51,7 @@ inline constexpr float kMostExponentials<half> = 0x1p14f;
 struct OnlineRows {
   float base[2] = {NAN, NAN};  ///< in logits times scale; NaN before the first logit
   float sum[2] = {};           ///< of the thread's own exponentials
+  bool large = false;          ///< in logits: a row of the warp is beyond kLargestProduct
 
   /// Makes exponentials of a tile's logits (16 rows by 2 kCount columns), relative to the base that
   /// there is. Returns whether that was right for all rows of the warp; if not, the logits are
@@ -57,8 +74,8 @@ struct OnlineRows {
   __device__ __forceinline__ void exponentials(float (&logits)[kCount], float scale,
                                                float (&factor)[2]) {
     float most[2];
-    find_largest(most, logits, scale);
-    grow(most, factor);
+    find_largest(most, logits);
+    grow(most, scale, factor);
     float more[2];
     sum_of_exponentials(more, logits, scale);
     add(more, logits);
@@ -70,49 +87,72 @@ struct OnlineRows {
   __device__ __forceinline__ bool tile_exponentials(float (&logits)[kCount], float scale,
                                                     float (&factor)[2]) {
     float most[2];
-    find_largest(most, logits, scale);
-    // Written so that a base that is NaN grows, but not to -inf.
-    const bool grows = (!(most[0] - base[0] <= kGrowth) && most[0] != minus_infinity()) ||
-                       (!(most[1] - base[1] <= kGrowth) && most[1] != minus_infinity());
+    find_largest(most, logits);
+    bool grows = false;
+#pragma unroll
+    for (int r = 0; r < 2; ++r) {
+      const float growth = large ? (most[r] - base[r]) * scale : most[r] * scale - base[r];
+      // Written so that a base that is NaN grows, but not to -inf.
+      grows = grows || (!(growth <= kGrowth) && most[r] != minus_infinity());
+    }
     const bool rescale = __any_sync(kAllLanes, grows);
-    if (rescale) grow(most, factor);
+    if (rescale) grow(most, scale, factor);
     float more[2];
     sum_of_exponentials(more, logits, scale);
     add(more, logits);
     return rescale;
   }
 
-  /// The rows' whole sums, once all tiles have come: as factors for the results, 0 for a row
-  /// without keys, and as logarithms.
-  __device__ __forceinline__ void finish(float (&factor)[2], float (&log_sum)[2]) {
+  /// The rows' whole sums, once all tiles have come, and the factors for the results: 0 for a row
+  /// without keys.
+  __device__ __forceinline__ void finish(float scale, float (&factor)[2], PartSum (&whole)[2]) {
 #pragma unroll
     for (int r = 0; r < 2; ++r) {
       sum[r] = lanes_sum<4>(sum[r]);
       const bool none = isnan(base[r]);
       factor[r] = none ? 0 : 1 / sum[r];
-      log_sum[r] = none ? minus_infinity() : fmaf(base[r], kLn2, logf(sum[r]));
+      whole[r] =
+          none ? PartSum{minus_infinity(), 0} : PartSum{large ? base[r] * scale : base[r], sum[r]};
     }
   }
 
  private:
-  /// The largest logits of the rows, scaled.
+  /// The largest logits of the rows.
   template <int kCount>
   static __device__ __forceinline__ void find_largest(float (&most)[2],
-                                                      const float (&logits)[kCount], float scale) {
+                                                      const float (&logits)[kCount]) {
     most[0] = logits[0];
     most[1] = logits[2];
 #pragma unroll
     for (int i = 1; i < kCount; ++i) most[i / 2 % 2] = fmaxf(most[i / 2 % 2], logits[i]);
-    for (float& of_row : most) of_row = lanes_max<4>(of_row) * scale;
+    for (float& of_row : most) of_row = lanes_max<4>(of_row);
   }
 
-  __device__ __forceinline__ void grow(const float (&most)[2], float (&factor)[2]) {
+  /// All of the warp call this, and then have the same `large`.
+  __device__ __forceinline__ void grow(const float (&most)[2], float scale, float (&factor)[2]) {
+    float to[2], power[2];
+    bool beyond = large;
 #pragma unroll
     for (int r = 0; r < 2; ++r) {
-      const float to = most[r] == minus_infinity() ? base[r] : fmaxf(most[r], base[r]);
-      factor[r] = isnan(base[r]) ? 0 : exp2_approximate(base[r] - to);
+      to[r] = most[r] == minus_infinity() ? base[r] : fmaxf(most[r] * scale, base[r]);
+      power[r] = base[r] - to[r];
+      beyond = beyond || fabsf(to[r]) > kLargestProduct;
+    }
+    if (__any_sync(kAllLanes, beyond)) {
+#pragma unroll
+      for (int r = 0; r < 2; ++r) {
+        const float old = large ? base[r] : base[r] / scale;
+        to[r] = most[r] == minus_infinity() ? old : fmaxf(most[r], old);
+        // Where the base was a product, what is subtracted from it must not be rounded, either.
+        power[r] = large ? (old - to[r]) * scale : fmaf(-to[r], scale, base[r]);
+      }
+      large = true;
+    }
+#pragma unroll
+    for (int r = 0; r < 2; ++r) {
+      factor[r] = isnan(base[r]) ? 0 : exp2_approximate(power[r]);
       sum[r] *= factor[r];
-      base[r] = to;
+      base[r] = to[r];
     }
   }
 
@@ -132,10 +172,16 @@ struct OnlineRows {
   template <int kCount>
   __device__ __forceinline__ void sum_of_exponentials(float (&all)[2], float (&logits)[kCount],
                                                       float scale) const {
+    float from[2] = {base[0], base[1]};  // each product
+    if (large) {
+#pragma unroll
+      for (int i = 0; i < kCount; ++i) logits[i] -= base[i / 2 % 2];
+      from[0] = from[1] = 0;
+    }
     float more[2][2] = {};  // two chains for each row: a chain waits for each of its additions
 #pragma unroll
     for (int i = 0; i < kCount; ++i) {
-      const float power = fmaf(logits[i], scale, -base[i / 2 % 2]);
+      const float power = fmaf(logits[i], scale, -from[i / 2 % 2]);
       logits[i] = exp2_approximate(power);
       more[i / 2 % 2][i / 4 % 2] += logits[i];
     }

@@ -11,9 +11,10 @@
 namespace operators::attention {
 
 /// Results of a part of the keys: out (parts, batch, heads, queries, width), as if there were no
-/// other keys, and log_sums (parts, batch, heads, queries), fp32.
+/// other keys, fp32, and sums of exponentials (parts, batch, heads, queries).
 struct AttentionParts {
-  float *out, *log_sums;
+  float* out;
+  PartSum* sums;
 };
 
 /// A block has kRows rows of Q, a warp kRows / kWarps of them; K and V come kKeys at a time, in two
@@ -193,8 +194,9 @@ __global__ void __launch_bounds__(Tile::kThreads)
 
 #pragma unroll
   for (int m = 0; m < kCount; ++m) {
-    float factor[2], log_sum[2];
-    online[m].finish(factor, log_sum);
+    float factor[2];
+    PartSum whole[2];
+    online[m].finish(scale, factor, whole);
 #pragma unroll
     for (int r = 0; r < 2; ++r) {
       const int row = row0 + warp_row + 16 * m + 8 * r + lane / 4, query = row / pack;
@@ -204,14 +206,14 @@ __global__ void __launch_bounds__(Tile::kThreads)
       if constexpr (kSplit) {
         const size_t all = static_cast<size_t>(gridDim.x / row_tiles) * pack * in.queries;
         const size_t to = part * all + place;
-        if (lane % 4 == 0) parts.log_sums[to] = log_sum[r];
+        if (lane % 4 == 0) parts.sums[to] = whole[r];
 #pragma unroll
         for (int j = 0; j < kWidth / 8; ++j) {
           *reinterpret_cast<float2*>(parts.out + to * kWidth + 8 * j + lane % 4 * 2) =
               make_float2(result[m][j][2 * r] * factor[r], result[m][j][2 * r + 1] * factor[r]);
         }
       } else if (in.log_sums != nullptr && lane % 4 == 0) {
-        in.log_sums[place] = log_sum[r];
+        in.log_sums[place] = whole[r].logarithm();
       }
     }
 #pragma unroll
@@ -245,7 +247,7 @@ inline int merging_warps(int count) {
   return warps;
 }
 
-/// out and log_sums from their parts, kWidth floats a row. `warps` warps have a row (batch, head,
+/// out and log_sums from parts, kWidth floats a row. `warps` warps have a row (batch, head,
 /// query): each adds up every `warps`-th part, kWidth / 32 columns a lane, and the first of them
 /// what all have found. A row's parts are far from each other: so warps, and not turns of a loop,
 /// wait for them.
@@ -262,20 +264,22 @@ __global__ void __launch_bounds__(256)
   float largest = minus_infinity();
   if (inside) {
     for (int p = lane; p < count; p += 32) {
-      largest = fmaxf(largest, parts.log_sums[static_cast<size_t>(p) * rows + row]);
+      largest = fmaxf(largest, parts.sums[static_cast<size_t>(p) * rows + row].base);
     }
   }
   largest = lanes_max<32>(largest);
   const float base = largest == minus_infinity() ? 0 : largest;
+  const auto weight_of = [&](size_t place) {
+    const PartSum part = parts.sums[place];
+    return exp2f(part.base - base) * part.sum;
+  };
   float sum = 0, result[kCols] = {};
   if (inside) {
-    for (int p = lane; p < count; p += 32) {
-      sum += expf(parts.log_sums[static_cast<size_t>(p) * rows + row] - base);
-    }
+    for (int p = lane; p < count; p += 32) sum += weight_of(static_cast<size_t>(p) * rows + row);
 #pragma unroll 4
     for (int p = warp % warps; p < count; p += warps) {
       const size_t place = static_cast<size_t>(p) * rows + row;
-      const float weight = expf(parts.log_sums[place] - base);
+      const float weight = weight_of(place);
 #pragma unroll
       for (int i = 0; i < kCols; ++i) {
         result[i] = fmaf(weight, parts.out[place * kWidth + lane + 32 * i], result[i]);
@@ -300,7 +304,7 @@ __global__ void __launch_bounds__(256)
     if (lane + 32 * i < in.width) out[lane + 32 * i] = T(result[i] * factor);
   }
   if (lane == 0 && in.log_sums != nullptr) {
-    in.log_sums[row] = largest == minus_infinity() ? largest : base + logf(sum);
+    in.log_sums[row] = PartSum{largest, sum}.logarithm();
   }
 }
 

@@ -3,9 +3,11 @@
 import concurrent.futures
 import ctypes
 import math
+import os
 import random
 import re
 import shutil
+import signal
 import struct
 import sys
 import threading
@@ -158,6 +160,9 @@ class Call:
         for name in set(self.WRITTEN) & set(self.device):
             self.library.cudaMemset(self.device[name].at, 0xff, self.device[name].bytes)
 
+    def results(self):
+        return [self.device[name].content() for name in self.WRITTEN if name in self.device]
+
     def run_twice(self):
         """The second time the workspace is as the first one has left it."""
         for _ in range(2):
@@ -237,7 +242,9 @@ class Attention(Call):
     Description = fk_attention
 
     def __init__(self, library, batch=1, queries=20, keys=30, heads=2, kv_heads=1, width=16, causal=0, type=FLOAT16,
-                 heads_first=False, log_sums=True, seed=0):
+                 heads_first=False, log_sums=True, seed=0, large=0):
+        """large: a number to which every other query has all its elements equal; and to which, or to half of which,
+        the first and the middle third of the keys have. Within a third these queries' logits are equal."""
         self.heads_first = heads_first
 
         def strides(rows, of_heads):
@@ -245,6 +252,14 @@ class Attention(Call):
 
         of_queries, of_keys = batch * queries * heads * width, batch * keys * kv_heads * width
         self.q, self.k, self.v = (numbers(count, seed + i) for i, count in enumerate((of_queries, of_keys, of_keys)))
+        if large:
+            assert not heads_first
+            for values, row, count, levels in ((self.q, heads * width, 2, (large, 0)),
+                                               (self.k, kv_heads * width, keys, (large, large / 2, 0))):
+                for at in range(0, len(values), row):
+                    level = levels[at // row % count * len(levels) // count]
+                    if level:
+                        values[at:at + row] = [level] * row
         operands = {name: packed(getattr(self, name), type) for name in ("q", "k", "v")}
         operands["out"] = b"\xff" * (2 * of_queries)
         if log_sums:
@@ -392,6 +407,161 @@ assert library.fk_product_workspace(ctypes.byref(description), ctypes.byref(byte
 print(library.fk_last_error().decode())
 """)
     assert said == "the product in TF32 needs a GPU of compute capability 8.0 or newer; this one has 7.5\n"
+
+
+LARGE = [(kind, options | dict(type=type, large=large)) for type, large in ((FLOAT16, 30000), (BFLOAT16, 133120))
+         for kind, options in (
+    (Attention, dict(queries=1, keys=1, heads=1, width=64)),
+    (Attention, dict(queries=20, keys=400, width=64)),
+    (Attention, dict(queries=70, keys=130, width=40, causal=1)),
+    (Attention, dict(queries=20, keys=300, heads=2, kv_heads=2, width=72)),
+    (Attention, dict(queries=2, keys=700, heads=8, kv_heads=1, width=64)),  # keys in parts
+    (Attention, dict(queries=9, keys=200, width=136)),
+    (Attention, dict(queries=9, keys=200, width=7)),
+)]
+
+
+@for_each(LARGE, [])
+def test_large_logits(library, kind, options):
+    """A rounding error of their product with the scale is far more than 1."""
+    kind(library, **options).run_twice()
+
+
+def test_large_logits_on_other_gpus():
+    said = run_as_another_gpu("8.0", """
+from test_library import LARGE
+for kind, options in LARGE:
+    kind(library, **options).run_twice()
+    assert b"mma.sync" in library.fk_last_way()
+print(len(LARGE), "are right")
+""")
+    assert said == f"{len(LARGE)} are right\n"
+
+
+# The operators that run on each GPU, as docs/library.md has it: besides those of fp32's product and softmax.
+ATTENTION_ANYWHERE = """
+import random
+from test_library import Attention, BFLOAT16, FLOAT16, FLOAT32, TF32X3
+from test_library_softmax import CrossEntropy, Softmax
+from test_library_gradients import CrossEntropyBackward, SoftmaxBackward
+draw, count = random.Random({seed}), 0
+def up_to(most):
+    return draw.randint(1, most)
+def run(kind, **options):
+    global count
+    count += 1
+    try:
+        kind(library, **options).run_twice()
+    except AssertionError as error:
+        raise AssertionError((kind.NAME, options, library.fk_last_error())) from error
+for type in {types}:
+    for width in (up_to(64), 64 + up_to(64), 128 + up_to(128), 8 * up_to(8), 64 + 8 * up_to(8), 128 + 8 * up_to(16)):
+        for queries, keys in ((up_to(20), up_to(80)), (1, 64 + up_to(300))):
+            run(Attention, type=type, width=width, queries=queries, keys=keys, causal=draw.randint(0, 1), heads=2,
+                kv_heads=up_to(2))
+for _ in range(3):
+    run(Product, type=FLOAT32, rows=up_to(80), cols=up_to(80), depth=up_to(40))
+    if {tf32}:
+        run(Product, type=TF32X3, rows=up_to(80), cols=up_to(80), depth=up_to(40))
+    for kind in (Softmax, CrossEntropy, SoftmaxBackward, CrossEntropyBackward):
+        run(kind, rows=up_to(40), inputs=up_to(40), classes=up_to(300))
+print(count)
+"""
+
+
+@pytest.mark.parametrize("capability", ["7.5", "8.0", "8.6", "8.9", "9.0", "12.0"])
+def test_what_runs_on_each_gpu(capability):
+    """At random shapes. Where shared memory is small, too, and where it is just large enough."""
+    old = capability == "7.5"
+    program = ATTENTION_ANYWHERE.format(seed=int(10 * float(capability)), tf32=not old,
+                                        types="(FLOAT16,)" if old else "(FLOAT16, BFLOAT16)")
+    assert int(run_as_another_gpu(capability, program)) == (27 if old else 42)
+
+
+def test_what_does_not_run_on_a_gpu_is_refused():
+    """Before anything is written."""
+    said = run_as_another_gpu("7.5", """
+import ctypes
+from test_library import BFLOAT16, Attention, Gated
+for kind, words in ((Attention, (BFLOAT16, 0, 1, 1, 1, 1, 1, 64)), (Gated, (1, 8, 8, 8, 0, 0))):
+    description, bytes = kind.Description(ctypes.sizeof(kind.Description), *words), ctypes.c_size_t()
+    if kind is Attention:
+        description.scale = 1
+    assert kind.functions(library)[0](ctypes.byref(description), ctypes.byref(bytes)) == BAD_DEVICE
+    print(library.fk_last_error().decode())
+""")
+    assert said.splitlines() == ["attention needs a GPU of compute capability 8.0 or newer; this one has 7.5",
+                                 "the gated layer needs a GPU of compute capability 9.0; this one has 7.5"]
+
+
+def call_in_turn(library, kind, options, same_bits=True):
+    """Calls of three shapes A, B and C, as A, B, A, C, B, A: what one of them leaves behind shall not be in the way of
+    another. By one thread, and then by four at the same time, each with operands of its own. The results have to be
+    those that the shape had alone (same_bits=False: be right, too)."""
+    def right(own, alone):
+        return own.results() == alone if same_bits else own.is_right()
+
+    def call(own):
+        own.clear()
+        assert own.call() == OK, library.fk_last_error()
+        return own.results()
+
+    def all_of_a_thread(turn):
+        calls = [kind(library, **each) for each in options]
+        start.wait()
+        wrong = [(at, code) for at in (0, 1, 0, 2, 1, 0) for own in [calls[(at + turn) % 3]] for _ in [own.clear()]
+                 for code in [own.call()] if code != OK or not right(own, alone[(at + turn) % 3])]
+        for own in calls:
+            own.free()
+        return wrong
+
+    calls, alone, start = [kind(library, **each) for each in options], [], threading.Barrier(4)
+    for own in calls:
+        with concurrent.futures.ThreadPoolExecutor(1) as thread:
+            alone.append(thread.submit(call, own).result())
+    for at in (0, 1, 0, 2, 1, 0):
+        call(calls[at])
+        assert right(calls[at], alone[at])
+    with concurrent.futures.ThreadPoolExecutor(4) as threads:
+        assert list(threads.map(all_of_a_thread, range(4))) == [[]] * 4
+    for own in calls:
+        own.free()
+
+
+def in_turn(shapes):
+    """Runs a test for each (kind, three shapes)."""
+    return pytest.mark.parametrize("kind, options", [
+        pytest.param(kind, options, id=name_of(kind, options[0])) for kind, options in shapes])
+
+
+IN_TURN = [
+    (Gated, [dict(rows=40, inputs=136, hidden=70), dict(rows=5, inputs=8, hidden=8), dict(rows=70, inputs=40)]),
+    *((Product, [dict(rows=70, depth=70, type=kind), dict(rows=3, cols=8, depth=8, type=kind),
+                 dict(rows=30, cols=130, depth=30, type=kind)]) for kind in (FLOAT16, FLOAT32, TF32, TF32X3)),
+    (Attention, [dict(keys=150, width=64), dict(queries=1, width=8), dict(queries=70, width=136)]),
+    (Attention, [dict(width=250), dict(width=5), dict(width=70)]),
+]
+
+
+@in_turn(IN_TURN)
+def test_shapes_in_turn(library, kind, options):
+    call_in_turn(library, kind, options)
+
+
+def test_a_process_that_fork_has_made(library):
+    """It has none of its parent's threads, which compute on the CPU: it needs its own."""
+    product = Product(library)
+    assert product.call() == OK
+    child = os.fork()
+    if child == 0:
+        try:
+            signal.alarm(20)
+            product.run_twice()
+            os._exit(0)
+        finally:
+            os._exit(1)
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
+    product.run_twice()
 
 
 def call_at_the_same_time(library, kind):

@@ -7,8 +7,8 @@ import math
 import pytest
 
 from test_library import (BAD_ARGUMENT, BAD_SHAPE, BFLOAT16, FLOAT16, FLOAT32, Call, call_at_the_same_time,
-                          for_each, fused_kernels, library, near, numbers, packed, refuse_a_damaged_workspace,
-                          refuse_what_is_damaged)
+                          call_in_turn, for_each, fused_kernels, in_turn, library, near, numbers, packed,
+                          refuse_a_damaged_workspace, refuse_what_is_damaged)
 
 FP32 = 2.0**-18  # fp32's own errors, of the size of the terms
 EPSILON = 1e-6
@@ -299,6 +299,19 @@ SLOW = [(kind, options) for kind in (Clifford, CliffordBackward) for options in 
 @for_each(CALLS, SLOW)
 def test_result(library, kind, options):
     kind(library, **options).run_twice()
+
+
+IN_TURN = [
+    *((kind, [dict(signature=signature, batch=1, features=features) for features in (512, 64, 700)])
+      for kind in (Clifford, CliffordBackward) for signature in fused_kernels.TRIPLES),
+    *((kind, [dict(signature=(2, 0, 0), batch=140, features=36), dict(batch=3, features=8), dict(batch=9, features=36)])
+      for kind in (CliffordConnected, CliffordConnectedBackward)),
+]
+
+
+@in_turn(IN_TURN)
+def test_shapes_in_turn(library, kind, options):
+    call_in_turn(library, kind, options)
 
 
 @pytest.mark.parametrize("kind", KINDS)

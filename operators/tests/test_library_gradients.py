@@ -7,8 +7,8 @@ import struct
 import pytest
 
 from test_library import (BAD_ARGUMENT, BAD_SHAPE, BAD_ALIGNMENT, BFLOAT16, FLOAT16, FLOAT32, Call,
-                          call_at_the_same_time, for_each, fused_kernels, library, near, numbers, packed,
-                          refuse_a_damaged_workspace, refuse_what_is_damaged, strided)
+                          call_at_the_same_time, call_in_turn, for_each, fused_kernels, in_turn, library, near,
+                          numbers, packed, refuse_a_damaged_workspace, refuse_what_is_damaged, strided)
 
 HALF, FP32 = 2.0**-11 * 1.01, 2.0**-20
 LEAST = 2.0**-25  # fp16 has nothing between multiples of 2^-24
@@ -132,12 +132,19 @@ class CrossEntropyBackward(OfLogits):
     NAME = "cross_entropy_backward"
     NAMES = ("d_losses", "x", "w", "labels", "logits", "log_sums", *OfLogits.WRITTEN)
 
-    def __init__(self, library, rows=20, inputs=24, classes=40, seed=0):
+    def __init__(self, library, rows=20, inputs=24, classes=40, seed=0, large=0):
+        """large: a number that is added to all logits; then log_sums are what forward would have written."""
         self.x = [numbers(inputs, seed + i) for i in range(rows)]
         self.w = [numbers(classes, seed + 3 * i) for i in range(inputs)]
         self.labels = [(-100, classes)[i % 2] if i % 7 == 6 else (seed + 5 * i) % classes for i in range(rows)]
         self.d_losses, self.log_sums = numbers(rows, seed + 4), numbers(rows, seed + 6)
         self.logits = [numbers(classes, seed + 2 * i) for i in range(rows)]  # any will do
+        if large:
+            self.log_sums = [math.log(sum(map(math.exp, row))) for row in self.logits]
+        self.exponentials = [[math.exp(logit - log_sum) for logit in row]
+                             for row, log_sum in zip(self.logits, self.log_sums)]
+        self.log_sums = [large + each for each in self.log_sums]
+        self.logits = [[large + each for each in row] for row in self.logits]
         description = self.Description(ctypes.sizeof(self.Description), FLOAT32, rows, inputs, classes)
         super().__init__(library, description, {
             **{name: packed(getattr(self, name), FLOAT32) for name in ("d_losses", "log_sums")},
@@ -147,9 +154,8 @@ class CrossEntropyBackward(OfLogits):
 
     def result_is_right(self):
         g, far, classes = [], [], self.description.classes
-        for row, log_sum, label, d in zip(self.logits, self.log_sums, self.labels, self.d_losses):
+        for each, label, d in zip(self.exponentials, self.labels, self.d_losses):
             d = d if 0 <= label < classes else 0
-            each = [math.exp(logit - log_sum) for logit in row]
             g.append([d * (value - (c == label)) for c, value in enumerate(each)])
             far.append([FP32 * abs(d) * (value + 1) for value in each])
         return self.are_gradients_of(g, far)
@@ -190,6 +196,27 @@ def test_few_weights_of_many_rows_come_from_slices(library, options, slices):
     call = GatedBackward(library, **options)
     call.run_twice()
     assert (b"slices" in library.fk_last_way()) == slices
+
+
+@pytest.mark.parametrize("options", [
+    dict(rows=1, inputs=1, classes=3, large=2.0**19), dict(large=2.0**19),
+    dict(rows=9, inputs=7, classes=600, large=2.0**19),
+    dict(rows=3, inputs=5, classes=2100, large=-2.0**19)], ids=str)
+def test_large_logits(library, options):
+    """Of a cross-entropy, whose log_sums then have been rounded by far more than a loss may be off."""
+    CrossEntropyBackward(library, **options).run_twice()
+
+
+IN_TURN = [
+    (GatedBackward, [dict(rows=70, inputs=72, hidden=66), dict(rows=3, inputs=8, hidden=8), dict(rows=200)]),
+    *((kind, [dict(rows=70, inputs=40, classes=130), dict(rows=3, inputs=8, classes=5), dict(rows=9, classes=600)])
+      for kind in (SoftmaxBackward, CrossEntropyBackward)),
+]
+
+
+@in_turn(IN_TURN)
+def test_shapes_in_turn(library, kind, options):
+    call_in_turn(library, kind, options)
 
 
 @pytest.mark.parametrize("kind", KINDS)

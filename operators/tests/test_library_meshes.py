@@ -6,8 +6,8 @@ import math
 import pytest
 
 from test_library import (BAD_ARGUMENT, BAD_SHAPE, BFLOAT16, FLOAT16, FLOAT32, ROUNDING, Call, call_at_the_same_time,
-                          for_each, fused_kernels, library, near, numbers, packed, refuse_a_damaged_workspace,
-                          refuse_what_is_damaged)
+                          call_in_turn, for_each, fused_kernels, in_turn, library, near, numbers, packed,
+                          refuse_a_damaged_workspace, refuse_what_is_damaged)
 
 ROUNDED, FP32 = ROUNDING[BFLOAT16], 2.0**-18  # the second: fp32's own errors, of the size of the terms
 
@@ -273,6 +273,20 @@ SLOW = [(kind, options) for kind in (Diffusion, DiffusionBackward) for options i
 @for_each(CALLS, SLOW)
 def test_result(library, kind, options):
     kind(library, **options).run_twice()
+
+
+IN_TURN = [
+    *((kind, [dict(vertices=70, eigen=136, width=72), dict(vertices=3, eigen=8, width=8),
+              dict(meshes=2, vertices=130, width=40)]) for kind in (Diffusion, DiffusionBackward)),
+    *((kind, [dict(vertices=70, eigen=136, width=72), dict(vertices=3, eigen=8, width=8), dict(vertices=130, width=40)])
+      for kind in (GradientFeatures, GradientFeaturesBackward)),
+]
+
+
+@in_turn(IN_TURN)
+def test_shapes_in_turn(library, kind, options):
+    """(The diffusion adds in another order in each call.)"""
+    call_in_turn(library, kind, options, same_bits=kind not in (Diffusion, DiffusionBackward))
 
 
 @pytest.mark.parametrize("kind", KINDS)

@@ -7,8 +7,8 @@ import struct
 import pytest
 
 from test_library import (BAD_ARGUMENT, BAD_SHAPE, BFLOAT16, FLOAT16, FLOAT32, Call, call_at_the_same_time,
-                          fused_kernels, library, name_of, near, numbers, packed, refuse_a_damaged_workspace,
-                          refuse_what_is_damaged)
+                          call_in_turn, fused_kernels, in_turn, library, name_of, near, numbers, packed,
+                          refuse_a_damaged_workspace, refuse_what_is_damaged)
 
 
 class Softmax(Call):
@@ -43,9 +43,14 @@ class CrossEntropy(Call):
     NAMES = ("x", "w", "labels", "losses", "logits", "log_sums")
     WRITTEN = ("losses", "logits", "log_sums")
 
-    def __init__(self, library, rows=20, inputs=24, classes=40, seed=0):
+    def __init__(self, library, rows=20, inputs=24, classes=40, seed=0, large=0):
+        """large: a number that is added to all logits."""
         self.x = [numbers(inputs, seed + i) for i in range(rows)]
         self.w = [numbers(classes, seed + 3 * i) for i in range(inputs)]
+        if large:
+            for row in self.x:
+                row[0] = large
+            self.w[0] = [1.0] * classes
         self.labels = [(-100, classes, 1 << 40)[i % 3] if i % 7 == 6 else (seed + 5 * i) % classes for i in range(rows)]
         description = self.Description(ctypes.sizeof(self.Description), FLOAT32, rows, inputs, classes)
         super().__init__(library, description, {
@@ -61,14 +66,15 @@ class CrossEntropy(Call):
             own = [sum(a * b for a, b in zip(row, column)) for column in columns]
             largest = max(own)
             log_sums.append(largest + math.log(sum(math.exp(logit - largest) for logit in own)))
-            losses.append(log_sums[-1] - own[label] if 0 <= label < of.classes else 0)
-            logits += own
+            is_class, own = 0 <= label < of.classes, [logit - largest for logit in own]
+            losses.append(math.log(sum(map(math.exp, own))) - own[label] if is_class else 0)
+            logits += [logit + largest for logit in own]
         # Logits are exact; a sum of exponentials is off by some roundings, and its logarithm by as much.
-        bound = [2.0**-20 + 2.0**-22 * abs(value) for value in log_sums]
+        bounds = [[2.0**-20 + 2.0**-22 * abs(value) for value in values] for values in (log_sums, losses)]
         return (near(self.found("logits", FLOAT32, of.rows, of.classes), logits, [0] * len(logits))
-                and near(self.found("log_sums", FLOAT32, of.rows, 1), log_sums, bound)
+                and near(self.found("log_sums", FLOAT32, of.rows, 1), log_sums, bounds[0])
                 and near(self.found("losses", FLOAT32, of.rows, 1), losses,
-                         [0 if loss == 0 else each for loss, each in zip(losses, bound)]))
+                         [0 if not 0 <= label < of.classes else bound for label, bound in zip(self.labels, bounds[1])]))
 
 
 KINDS = [Softmax, CrossEntropy]
@@ -93,6 +99,26 @@ SLOW = [
     for kind in KINDS for each in CALLS + SLOW])
 def test_result(library, kind, options):
     kind(library, **options).run_twice()
+
+
+@pytest.mark.parametrize("options", [
+    dict(rows=1, inputs=1, classes=3, large=1e8), dict(rows=3, inputs=20, classes=4500, large=2.0**17),
+    *(dict(**each, large=2.0**17) for each in CALLS if each.get("inputs") != 1)], ids=str)
+def test_large_logits(library, options):
+    """A loss is computed relative to the largest: fp32 has no digits left for it in the logarithm of the sum."""
+    CrossEntropy(library, **options).run_twice()
+
+
+IN_TURN = [
+    (kind, [dict(rows=40, inputs=136, classes=300), dict(rows=1, inputs=8, classes=5),
+            dict(rows=9, inputs=40, classes=1100)]) for kind in KINDS
+] + [(kind, [dict(rows=3, classes=4500), dict(rows=65, inputs=7, classes=9), dict(rows=70, inputs=40, classes=130)])
+     for kind in KINDS]
+
+
+@in_turn(IN_TURN)
+def test_shapes_in_turn(library, kind, options):
+    call_in_turn(library, kind, options)
 
 
 @pytest.mark.parametrize("kind", KINDS)

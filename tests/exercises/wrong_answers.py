@@ -50,7 +50,7 @@ GATE = "// TODO: sigmoid(gate)"
 SLICES = "partials[rank][row][lane] = rank == 0 && inside ? sums[at] : 0;"
 MERGED = "return {largest, a.sum + b.sum};"
 FACTOR, RESULTS = "factor[r] = 1;", "// TODO: what is to be done with the results"
-NEW_FACTOR = "factor[r] = exp2_approximate(largest[r] * scale - base[r]);"
+NEW_FACTOR = "factor[r] = exp2_approximate((largest[r] - from[r]) * scale);"
 SCALE_RESULTS = """for (int j = 0; j < kWidth / 8; ++j) {
         for (int i = 0; i < 4; ++i) result[m][j][i] *= factor[i / 2];
       }"""
@@ -251,7 +251,7 @@ WRONG = {
     "rescale": [
         answer("^Wrong", (FACTOR, f"{NEW_FACTOR} sum[r] *= factor[r];")),  # the sum alone
         answer("^Wrong", (FACTOR, NEW_FACTOR), (RESULTS, SCALE_RESULTS)),  # the results alone
-        answer("^Wrong", (FACTOR, "factor[r] = exp2_approximate(base[r] - largest[r] * scale); sum[r] *= factor[r];"),
+        answer("^Wrong", (FACTOR, "factor[r] = exp2_approximate((from[r] - largest[r]) * scale); sum[r] *= factor[r];"),
                (RESULTS, SCALE_RESULTS)),
         # The maximum without the scale; and rows that have nothing but -infinity so far.
         answer("^Wrong", (FACTOR, "factor[r] = exp2_approximate(largest[r] - most[r]); sum[r] *= factor[r];"),

@@ -553,6 +553,20 @@ CASES = [
       for sizes in ((1, 1), (5, 13), (300, 64), (1000, 260), (4096, 512), (20, 128, (2, 0, 0)),
                     (700, 130, (2, 0, 0), False))),
 ]
+# Of each function three shapes whose kernels need different amounts of shared memory, or have other tiles.
+IN_TURN = [
+    *([product(*sizes, dtype) for sizes in ((257, 333, 129), (1, 8, 8), (1001, 515, 777))] for dtype in (FP16, FP32)),
+    [product(*sizes, FP32, math="tf32x3") for sizes in ((257, 333, 129), (1, 8, 8), (1001, 515, 777))],
+    *([make(*sizes) for sizes in ((1001, 129, 257), (3, 8, 8), (200, 64, 64))] for make in (gating, gating_backward)),
+    [attention(2, *sizes, BF16) for sizes in ((129, 257, 4, 2, 128), (5, 9, 4, 2, 24), (3, 300, 2, 2, 200))],
+    *([make(*sizes) for sizes in ((5001, 128, 256), (1, 8, 8), (700, 32, 264))]
+      for make in (diffusion, diffusion_backward, gradient_features, gradient_features_backward)),
+    *([make(*sizes) for sizes in ((1000, 516, 777), (65, 7, 9), (3, 20, 9001))]
+      for make in (softmax, softmax_backward, cross_entropy, cross_entropy_backward)),
+    *([make(65, features, signature) for features in (512, 64, 1024)]
+      for make in (clifford, clifford_backward) for signature in fused_kernels.TRIPLES),
+    *([make(300, features) for features in (260, 8, 64)] for make in (clifford_connected, clifford_connected_backward)),
+]
 EACH = [  # one of each function, and of the product one of each type and math
     *(product(257, 136, 129, dtype) for dtype in (FP16, BF16, FP32)),
     *(product(257, 136, 129, FP32, math=math) for math in ("tf32", "tf32x3")), gating(257, 129, 136),

@@ -1,6 +1,7 @@
 """operators/python/fused_kernels.py on a GPU: `scons test-gpu`, or `python3 -m pytest operators/tests/gpu -q` where
 FUSED_KERNELS_LIBRARY names the library."""
 
+import concurrent.futures
 import faulthandler
 import functools
 import inspect
@@ -134,6 +135,90 @@ def test_tuning(case):
         way = fused_kernels.library().fk_last_way()
     case.check(operands, case.run(*operands))
     assert fused_kernels.library().fk_last_way() == way
+
+
+@pytest.mark.parametrize("three", cases.IN_TURN, ids=lambda three: three[0].name)
+def test_shapes_in_turn(three):
+    """As A, B, A, C, B, A, in one thread, and then in four, each of which begins with another shape: what one of them
+    sets for a kernel shall not be in the way of another. Each thread plans anew."""
+    def run(turn):
+        operands = [case.operands() for case in three]
+        for at in (0, 1, 0, 2, 1, 0):
+            at = (at + turn) % 3
+            three[at].check(operands[at], three[at].run(*operands[at]))
+
+    for threads in (1, 4):
+        with concurrent.futures.ThreadPoolExecutor(threads) as pool:
+            list(pool.map(run, range(threads)))
+
+
+@pytest.mark.parametrize("dtype, large", [(FP16, 30000.0), (BF16, 133120.0)], ids=str)
+@pytest.mark.parametrize("sizes", [(1, 1, 1, 1, 64), (20, 400, 2, 1, 64), (300, 700, 2, 2, 128), (2, 3000, 8, 1, 64),
+                                   (70, 300, 2, 2, 200), (9, 200, 2, 2, 7)], ids=str)
+def test_large_logits_of_attention(sizes, dtype, large):
+    """The first third of the keys has the largest logits, which are all equal: the result is the mean of its values."""
+    queries, keys, heads, kv_heads, width = sizes
+    q = torch.full((2, queries, heads, width), large, device="cuda", dtype=dtype)
+    first = max(1, keys // 3)
+    k = torch.full((2, keys, kv_heads, width), large, device="cuda", dtype=dtype)
+    k[:, first:] /= 2
+    k[:, 2 * first:] = numbers(2, max(0, keys - 2 * first), kv_heads, width, dtype=dtype)
+    v = numbers(2, keys, kv_heads, width, dtype=dtype, seed=3)
+    out, log_sums = fused_kernels.attention(q, k, v, log_sums=True)
+    expected = v[:, :first].double().mean(1, keepdim=True).repeat_interleave(heads // kv_heads, 2).expand(q.shape)
+    sizes_of = v[:, :first].double().abs().mean(1, keepdim=True).repeat_interleave(heads // kv_heads, 2).expand(q.shape)
+    cases.near("out", out, expected, (2.02 * cases.ROUNDING[dtype] + 2.0**-16) * sizes_of + 2.0**-25)
+    logit = large * large * width**0.5
+    assert bool(((log_sums.double() - logit).abs() <= 2.0**-20 * logit).all())
+
+
+@pytest.mark.parametrize("large", [1e4, 1e8])
+@pytest.mark.parametrize("sizes", [(1, 3), (40, 300), (9, 5000)], ids=str)
+def test_large_logits_of_a_cross_entropy(sizes, large):
+    """All logits are equal: fp32 has few digits left for the loss in the logarithm of the sum, or none."""
+    rows, classes = sizes
+    x = torch.full((rows, 1), large, device="cuda", requires_grad=True)
+    w = torch.ones((1, classes), device="cuda", requires_grad=True)
+    labels = torch.full((rows,), 1, device="cuda")
+    losses = fused_kernels.cross_entropy(x, w, labels)
+    cases.near("losses", losses.detach(), torch.full((rows,), classes, device="cuda").double().log(), 2.0**-18)
+    losses.sum().backward()
+    expected = (1 / classes - torch.nn.functional.one_hot(labels, classes).double()).sum(0) * large
+    cases.near("d_w", w.grad[0], expected, 2.0**-18 * rows * large)
+
+
+def test_numbers_that_are_tensors():
+    """Their values are read in each call: a plan is not found by which object it was."""
+    q, k, v = (numbers(2, 40, 3, 16, dtype=FP16, seed=seed) for seed in (1, 2, 3))
+    scale, causal = torch.tensor(0.25, device="cuda"), torch.tensor(False, device="cuda")
+    for factor, masked in ((0.25, False), (0.5, False), (0.5, True)):
+        scale.fill_(factor)
+        causal.fill_(masked)
+        expected = fused_kernels.attention(q, k, v, masked, factor)
+        assert torch.equal(fused_kernels.attention(q, k, v, causal, scale), expected)
+    operands = cases.clifford(5, 13).operands()
+    normed = torch.tensor(True)
+    for value in (True, False):
+        normed.fill_(value)
+        expected = fused_kernels.clifford(*operands, normed=value)
+        assert torch.equal(fused_kernels.clifford(*operands, normed=normed), expected)
+
+
+@pytest.mark.parametrize("case", EACH, ids=str)
+def test_forward_mode_is_refused(case):
+    """By forward_ad and by torch.func.jvp: the tangent would vanish. Without one nothing changes."""
+    from torch.autograd import forward_ad
+
+    operands = case.operands()
+    at = next(i for i, each in enumerate(operands) if each.is_floating_point())
+    with forward_ad.dual_level():
+        case.check(operands, case.run(*operands))
+        dual = forward_ad.make_dual(operands[at], torch.ones_like(operands[at]))
+        with pytest.raises(RuntimeError, match="no forward-mode derivatives"):
+            case.run(*operands[:at], dual, *operands[at + 1:])
+    with pytest.raises(RuntimeError, match="no forward-mode derivatives"):
+        torch.func.jvp(lambda one: case.run(*operands[:at], one, *operands[at + 1:]), (operands[at],),
+                       (torch.ones_like(operands[at]),))
 
 
 def test_two_threads_in_one_stream():
