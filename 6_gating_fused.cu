@@ -665,7 +665,7 @@ int main(int argc, char** argv) {
                  .title = "sigmoid(x W1 + b1) * (x W2 + b2) in one kernel",
                  .n_meaning = "M = 1024 N rows for the layer, N x N x N for the square",
                  .n_gpu = 4096,
-                 .n_cpu = 136,
+                 .n_cpu = 128,
                  .options = {{.name = "--channels",
                               .meaning = "K, columns of x in the layer",
                               .value = 128,

@@ -9,7 +9,7 @@ says which; where hopper_mutants.py has a program of the lesson, its races are i
 results wrong.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 import re
 import sys
@@ -34,6 +34,7 @@ class Mutant:
     nth: int = 0
     number: int = 0  # not 0: the program has several mistakes, and makes the one that MISTAKE says
     operator: str = ""  # the file of checks/ that has the mistake, if it is not the lesson's own
+    capability: str = "80"  # of the device that it runs on
 
     @property
     def build(self):
@@ -110,6 +111,7 @@ def _end_of_function(text, start):
 
 MATMUL = "2_matmul_sharedmem"
 TENSOR_CORES = "3_matmul_tensorcore"
+UNFUSED = "5_gating_unfused"
 FUSED = "6_gating_fused"
 DIFFUSION = "7_diffusion_fused"
 SPATIAL = "8_spatial_gradients"
@@ -292,6 +294,11 @@ def _wrong(which, name, lesson, function, old, new, report, *arguments):
                    number=FIRST_WRONG_RESULT + which)
 
 
+def _wrong_on_hopper(*mutant):
+    """The same in a kernel that another device does not run."""
+    return replace(_wrong(*mutant), capability="90")
+
+
 NARROW = ("--eigen", "16", "--width", "16")
 OUT_OF_BOUNDS_READ = r"heap-buffer-overflow[\s\S]*?\nREAD of size"
 OUT_OF_BOUNDS_WRITE = r"heap-buffer-overflow[\s\S]*?\nWRITE of size"
@@ -412,6 +419,12 @@ MUTANTS = [
         "(in.V + kV - 1) / kV", "in.V / kV",
         "split-K .*FAILED", "4097", *NARROW, "--kernel", "split-K",
     ),
+    # The sums of *one launch* take turns: only the third launch finds one that was not cleared.
+    _wrong_on_hopper(
+        4, "next_sum_not_cleared", DIFFUSION, "diffusion_one_launch(",
+        "next_total[j][thread] = float4{};", "static_cast<void>(0);",
+        "one launch .*FAILED", "200", "--eigen", "64", "--width", "64", "--kernel", "^one launch$",
+    ),
     _mutant(
         "reference_of_d_x_with_a_wrong_sign", "", SPATIAL, "void backward(const bf16* d_out",
         "product_fp64(blas_, -1, P, kPlain, Li_", "product_fp64(blas_, 1, P, kPlain, Li_",
@@ -444,6 +457,12 @@ MUTANTS = [
         5, "last_vertex_left_out", SPATIAL, " accumulate_backward(",
         "(in.V + BV - 1) / BV", "in.V / BV",
         "associated .*FAILED", "4097", *NARROW, "--kernel", "associated",
+    ),
+    # e^s / (1 + e^s) is infinity over infinity where s is large.
+    _mutant(
+        "sigmoid_that_overflows", "", UNFUSED, "float sigmoid(",
+        "1 / (1 + __expf(-s))", "__expf(s) / (1 + __expf(s))",
+        r"t3 = sigmoid\(t2\) .*FAILED", "1",
     ),
     # One wrong sign among the 64 products of two blades, in what is computed for z, x or y.
     *(

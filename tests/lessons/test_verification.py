@@ -76,9 +76,11 @@ def test_access_outside_of_all_memory_names_the_row(backend):
         assert "block (0,0,0)" in result.stderr and "sanitize=address" in result.stderr
 
 
-def test_second_launch_must_be_right_where_launches_are_counted(run):
-    """What a launch leaves behind is what the next one finds."""
-    result = run(BROKEN, 33, "--count", "--kernel", "^(none|counter_left_as_it_is)$")
+@pytest.mark.parametrize("how", ["--count", "--time"])
+@pytest.mark.parametrize("bug", ["counter_left_as_it_is", "half_left_as_it_is"])
+def test_later_launches_must_be_right(run, bug, how):
+    """What a launch leaves behind is what the next one finds, or the one after it."""
+    result = run(BROKEN, 33, how, "--kernel", f"^(none|{bug})$")
     assert result.rc == VERIFICATION_FAILED
     assert [kernel["ok"] for _, kernel in result.kernels] == [True, False]
 
@@ -128,7 +130,8 @@ def test_every_mistake_finds_its_place(name, lesson, source):
 @pytest.mark.parametrize("mutant", WRONG, ids=lambda mutant: mutant.name)
 def test_wrong_lesson_is_rejected(mutant):
     command = [program(f"mutants/{mutant.program}"), *mutant.arguments, "--device", "cpu"]
-    environment = {"MISTAKE": str(mutant.number), **FEW_MULTIPROCESSORS}
+    environment = {"MISTAKE": str(mutant.number), **FEW_MULTIPROCESSORS,
+                   "CUDA_CPU_COMPUTE_CAPABILITY": mutant.capability}
     result = execute([*command, "--samples", "1"], env=environment)
     assert result.rc == VERIFICATION_FAILED, result.stdout + result.stderr
     assert re.search(mutant.report, result.stdout + result.stderr), result.stdout + result.stderr
