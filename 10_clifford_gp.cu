@@ -1972,9 +1972,12 @@ int main(int argc, char** argv) {
 #ifdef ALGEBRA
                                   TEXT(ALGEBRA),
 #endif
-                                  "3,0,0", "2,0,0",
+                                  "3,0,0",
+                                  "2,0,0",
 #ifndef FEW_ALGEBRAS
-                                  "3,0,1", "1,3,0", "4,1,0",
+                                  "3,0,1",
+                                  "1,3,0",
+                                  "4,1,0",
 #endif
                               }}},
                  .flags = {{"--no-norm", "without the norm"},
