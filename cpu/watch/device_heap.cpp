@@ -37,7 +37,7 @@ bool in_device_heap(std::uintptr_t address) {
   return next != heap().sizes.begin() && address - std::prev(next)->first < std::prev(next)->second;
 }
 
-static void* noted(void* memory, std::size_t size) {
+[[maybe_unused]] static void* noted(void* memory, std::size_t size) {
   if (!memory || noting || !in_kernel()) return memory;
   noting = true;
   {
@@ -49,7 +49,7 @@ static void* noted(void* memory, std::size_t size) {
   return memory;
 }
 
-static void* forgotten(void* memory) {
+[[maybe_unused]] static void* forgotten(void* memory) {
   if (!memory || noting || !used) return memory;
   noting = true;
   {
