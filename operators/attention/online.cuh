@@ -34,7 +34,7 @@ inline constexpr float kMostExponentials<half> = 0x1p14f;
 /// makes good for it. But it must not be more than 1, or an exponential may overflow or vanish.
 inline constexpr float kLargestProduct = 0x1p24f;
 
-/// The sum of a row's exponentials, or of a part of them: sum * 2^base. The two are kept apart: where
+/// The sum of exponentials of a row, or of a part: sum * 2^base. The two are kept apart: where
 /// the base is large, the logarithm of both together has lost the sum.
 struct PartSum {
   float base, sum;  ///< -infinity and 0 of a row without keys
