@@ -28,14 +28,14 @@ inline constexpr float kMostExponentials = 0x1p64f;
 template <>
 inline constexpr float kMostExponentials<half> = 0x1p14f;
 
-/// Beyond that, in the exponent of 2, a base is not subtracted from the product of a logit and the
-/// scale, but from the logit. An FMA subtracts a rounded base from a product that is not rounded. By
-/// what the base has been rounded, all exponents of a row are moved alike, which its sum makes good
-/// for; but only while that is less than 1, that is up to here, no exponential overflows by it.
+/// If a base, as an exponent of 2, is larger than this, the maximum is subtracted from the logits
+/// before they are scaled. Otherwise an FMA subtracts a rounded base from a product that is not
+/// rounded. All exponents of a row are then off by what its base has been rounded by. The row's sum
+/// makes good for it. But it must not be more than 1, or an exponential may overflow or vanish.
 inline constexpr float kLargestProduct = 0x1p24f;
 
-/// The sum of a row's exponentials, or of a part of them: sum * 2^base. The two are kept apart, since
-/// a logarithm of both together is rounded by more than 1 where the base is large.
+/// The sum of exponentials of a row, or of a part: sum * 2^base. The two are kept apart: where
+/// the base is large, the logarithm of both together has lost the sum.
 struct PartSum {
   float base, sum;  ///< -infinity and 0 of a row without keys
 
