@@ -290,8 +290,8 @@ T atomic_update(T* address, Update update) {
   return old;
 }
 
-/// T, if it is one of the types for which CUDA has the function: for others nvcc refuses it. Classes
-/// are those of small numbers.
+/// T, if it is one of the types for which CUDA has the function: for others nvcc refuses it.
+/// Classes are those of small numbers.
 template <class T, class... Types>
 using OneOf = std::enable_if_t<std::is_class_v<T> || (std::is_same_v<T, Types> || ...), T>;
 
