@@ -135,8 +135,8 @@ struct Cl {
     return sign;
   }
 
-  // The grades of x, of the result and of y; how many terms the triple has; and which blades of each
-  // have terms, as sets. (With vectors that square to 0 some have none.)
+  // The grades of x, of the result and of y; how many terms the triple has; and which blades of
+  // each have terms, as sets. (With vectors that square to 0 some have none.)
   struct Triple {
     int x, result, y, terms;
     unsigned with_x, with_result, with_y;
@@ -757,7 +757,8 @@ struct RowReduction {
   }
 };
 
-// Adds up the sums of each row of a block. As in add_up_block, calls take turns with two `partials`.
+// Adds up the sums of each row of a block. As in add_up_block, calls take turns with two
+// `partials`.
 template <int kCount>
 __device__ __forceinline__ void add_up_row(Sums<kCount>& sums, Sums<kCount>* partials,
                                            const RowsOnChip& shape) {
@@ -1061,13 +1062,14 @@ __global__ void __launch_bounds__(kThreads<A>, 1)
 // From here on d_out is given, the gradient of the loss with respect to out, and dx, dy and dw are
 // wanted. First the product alone. A term w sign x_i y_j of z_k has three factors. So, from dz,
 //
-//     dx_i = sum of w sign y_j dz_k     dy_j = sum of w sign x_i dz_k     dw = sum of sign x_i y_j dz_k
+//     dx_i = sum of w sign y_j dz_k,  dy_j = sum of w sign x_i dz_k,  dw = sum of sign x_i y_j dz_k
 //
 // These are three more products of the same kind, with the same signs. Where does the weight go? As
 // forward: to a blade that all terms share, if there is one, otherwise to the sum of the terms. And
-// dw takes what is there: a sum that has not been multiplied by w yet. If that is one of dx_i, it is
-// multiplied by x_i and added to dw; and so for dy. If neither dx nor dy has such sums, it takes
-// those of z. Only triples that end in a grade of one blade are of this last kind.
+// dw takes what is there: a sum that has not been multiplied by w yet. If there is such a sum for
+// dx_i, it is multiplied by x_i and added to dw. Otherwise it may be one for dy_j. If neither dx nor
+// dy has such sums, dw takes those of z. Only triples that end in a grade of one blade are of this
+// last kind.
 
 // Whether dx's terms of triple t share a blade, of y or of dz, so that w multiplies that; and dy's.
 template <typename A>

@@ -12,7 +12,8 @@ For each algebra, given as 3,0,0, and for the weighted geometric product and its
   where it has one as an operand. A sign is free: it is part of an instruction's operand;
 - `sympy_sass`: the same instructions after nvcc of those expressions, printed as C.
 
-All are compiled in one source, which is refused if the lesson's tables are not those made here. It needs
+All are compiled in one source, with the lesson's sections of the algebra and of both products. It is
+refused if the lesson's tables are not those made here. It needs
 SymPy (Debian's python3-sympy), nvcc and objcopy, but no GPU. Nothing else here needs SymPy.
 """
 import argparse
@@ -232,7 +233,8 @@ def source_of(signature, algebra, sums):
     from sympy import ccode
 
     terms = ", ".join("{%d, %d, %d, %d, %d}" % term for term in algebra.terms)
-    text = [INCLUDES, lesson_sections(), HEADER, f"using A = Cl<{signature}>;", f"constexpr int kTerms[][5] = {{{terms}}};"]
+    text = [INCLUDES, lesson_sections(), HEADER, f"using A = Cl<{signature}>;",
+            f"constexpr int kTerms[][5] = {{{terms}}};"]
     text.append(f"static_assert(agrees<A>(kTerms, {len(algebra.terms)}));")
     for what, (inputs, outputs) in ARRAYS.items():
         parameters = ", ".join(f"float* {name}_{way}" for way, names in (("in", inputs), ("out", outputs))

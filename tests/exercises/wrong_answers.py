@@ -239,14 +239,14 @@ WRONG = {
                (HEAD_OF_ROW, "return static_cast<size_t>(row) * H + head;")),
     ],
     "gradient": [
-        answer("^Wrong", (*DX, "(sum_terms<A, Of::x, t, i>(d, right).v[0])"),
-               (*DY, "(sum_terms<A, Of::y, t, j>(d, left).v[0])")),  # and dw is forgotten
-        answer("^Wrong", (*DX, "(dw += left.blade[i].v[0] * sum_terms<A, Of::x, t, i>(d, right).v[0],"
-                          " sum_terms<A, Of::x, t, i>(right, d).v[0])"),
-               (*DY, "(sum_terms<A, Of::y, t, j>(left, d).v[0])")),
-        answer("^Wrong", (*DX, "(dw += weight * left.blade[i].v[0] * sum_terms<A, Of::x, t, i>(d, right).v[0],"
-                          " sum_terms<A, Of::x, t, i>(d, right).v[0])"),
-               (*DY, "(sum_terms<A, Of::y, t, j>(d, left).v[0])")),
+        answer("^Wrong", (*DX, "(terms_of_dx<A, t, i>(right, d).v[0])"),
+               (*DY, "(terms_of_dy<A, t, j>(left, d).v[0])")),  # and dw is forgotten
+        answer("^Wrong", (*DX, "(dw += left.blade[i].v[0] * terms_of_dx<A, t, i>(right, d).v[0],"
+                          " terms_of_dx<A, t, i>(d, right).v[0])"),
+               (*DY, "(terms_of_dy<A, t, j>(d, left).v[0])")),
+        answer("^Wrong", (*DX, "(dw += weight * left.blade[i].v[0] * terms_of_dx<A, t, i>(right, d).v[0],"
+                          " terms_of_dx<A, t, i>(right, d).v[0])"),
+               (*DY, "(terms_of_dy<A, t, j>(left, d).v[0])")),
     ],
     "rescale": [
         answer("^Wrong", (FACTOR, f"{NEW_FACTOR} sum[r] *= factor[r];")),  # the sum alone
