@@ -1067,8 +1067,8 @@ __global__ void __launch_bounds__(kThreads<A>, 1)
 // These are three more products of the same kind, with the same signs. Where does the weight go? As
 // forward: to a blade that all terms share, if there is one, otherwise to the sum of the terms. And
 // dw takes what is there: a sum that has not been multiplied by w yet. If there is such a sum for
-// dx_i, it is multiplied by x_i and added to dw. Otherwise it may be one for dy_j. If neither dx nor
-// dy has such sums, dw takes those of z. Only triples that end in a grade of one blade are of this
+// dx_i, it is multiplied by x_i and added to dw. Otherwise it may be one for dy_j. If neither dx
+// nor dy has such sums, dw takes those of z. Only triples that end in a grade of one blade are of this
 // last kind.
 
 // Whether dx's terms of triple t share a blade, of y or of dz, so that w multiplies that; and dy's.
@@ -1369,8 +1369,9 @@ __device__ __forceinline__ void store_grade(const OneGrade<A, grade, W>& gradien
 
 // Makes dx and dy of a thread's multivectors, grade by grade, and writes them where they are
 // `inside`; dw is added to what it has. The gates depend on the scalars of x and y: so the scalars
-// of dx and dy have a second part, which comes through g = gate(x_1) gate(y_1).
-template <typename A, int W, typename Weight>
+// of dx and dy have a second part, which comes through g = gate(x_1) gate(y_1). kTogether: all
+// threads of the warp are here.
+template <bool kTogether, typename A, int W, typename Weight>
 __device__ __forceinline__ void store_gradients(const Multivectors<A, W>& x,
                                                 const Multivectors<A, W>& y,
                                                 const Multivectors<A, W>& dP, const Pack<W>& dg,
@@ -1386,7 +1387,8 @@ __device__ __forceinline__ void store_gradients(const Multivectors<A, W>& x,
   unroll<0, A::kGrades>([&](auto grade) {
     store_grade(gradient_of_x<grade>(x, y, dP, weight, dw), x_through_gate, dx, plane, inside);
   });
-  __syncwarp();  // for the compiler: do not keep all weights in registers from above
+  // For the compiler: do not keep all weights in registers from above.
+  if constexpr (kTogether) __syncwarp();
   unroll<0, A::kGrades>([&](auto grade) {
     store_grade(gradient_of_y<grade>(x, y, dP, weight, dw), y_through_gate, dy, plane, inside);
   });
@@ -1422,8 +1424,8 @@ __global__ void __launch_bounds__(kRowThreads)
         }
         Pack<1> dg, dw[A::kTriples] = {};
         const Multivectors<A, 1> dP = gradient_of_P(P, g, d, sums, layer, dg);
-        store_gradients(left, right, dP, dg, gate_x, gate_y, weights, dw, dx + row + f,
-                        dy + row + f, plane, true);
+        store_gradients<false>(left, right, dP, dg, gate_x, gate_y, weights, dw, dx + row + f,
+                               dy + row + f, plane, true);
         unroll<0, A::kTriples>([&](auto t) {  // before the first row nothing has been written
           float& sum = own_dw[static_cast<size_t>(t) * layer.features + f];
           sum = (is_first_row ? 0 : sum) + dw[t].v[0];
@@ -1512,8 +1514,8 @@ __global__ void __launch_bounds__(kThreads<A>, 1)
     const Multivectors<A, W> dP = gradient_of_P(P, g, d, sums, layer, dg);
     right = memory.take(kY);
     if (first + step < layer.batch) fetch_y(n + step);
-    store_gradients(left, right, dP, dg, gate_x, gate_y, weights, dw, dx + at(n), dy + at(n), plane,
-                    inside(n));
+    store_gradients<true>(left, right, dP, dg, gate_x, gate_y, weights, dw, dx + at(n), dy + at(n),
+                          plane, inside(n));
   }
   store_weight_gradients<A>(dw, dw_partials, place, shape, layer);
 }
@@ -1594,8 +1596,8 @@ __global__ void __launch_bounds__(kThreads<A>, 1)
     const Multivectors<A, W> dP = gradient_of_P(P, g, d, sums, layer, dg);
     right = take_part(place_of_y(ring.parity));
     const size_t at = static_cast<size_t>(n) * layer.features + place.first;
-    store_gradients(left, right, dP, dg, gate_x, gate_y, weights, dw, dx + at, dy + at,
-                    layer.plane(), inside);
+    store_gradients<true>(left, right, dP, dg, gate_x, gate_y, weights, dw, dx + at, dy + at,
+                          layer.plane(), inside);
   }
   store_weight_gradients<A>(dw, dw_partials, place, shape, layer);
 #endif

@@ -418,8 +418,8 @@ __global__ void __launch_bounds__((BM / TM) * (BN / TN), kBlocks)
 // are not enough to fill that time with others' work. So there are two sets of registers: while one
 // k is multiplied, the numbers of the next come into the other set.
 //
-// multiply_ahead multiplies the steps `begin` to `end` - 1 of the tile of C at (row0, col0). finish(sum) says what
-// becomes of a thread's sums.
+// multiply_ahead multiplies the steps `begin` to `end` - 1 of the tile of C at (row0, col0).
+// finish(sum) says what becomes of a thread's sums.
 template <int BM, int BN, int BK, int TM, int TN, int kStages, bool kAligned, typename Finish>
 __device__ void multiply_ahead(TilePair<BM, BN, BK>* stages, const float* A, const float* B, int n,
                                int row0, int col0, int begin, int end, Finish finish) {

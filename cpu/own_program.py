@@ -65,7 +65,7 @@ BUILDS = {
 }
 RUNS_THREADS = ("cuda_cpu.cpp", "fences.cpp", "hopper.cpp", "counting.cpp", "ledger.cpp", "tsan_identities.cpp")
 PRINTS = ("printf", "__printf_chk", "puts", "putchar")  # what cpu/watch/repeats.cpp has to know of
-HEAP = ("malloc", "free", "_Znwm", "_Znam", "_ZdlPv", "_ZdaPv", "_ZdlPvm", "_ZdaPvm")  # and cpu/watch/device_heap.cpp
+HEAP = ("malloc", "free", "_Znwm", "_Znam", "_ZdlPv", "_ZdaPv", "_ZdlPvm", "_ZdaPvm")  # and cpu/runtime/device_heap.cpp
 IDENTITIES = identities.link_flags(CXX)  # of the thread sanitizer
 _INCLUDE = re.compile(r'^([ \t]*#[ \t]*include[ \t]*)(?:"([^"\n]+)"|<([^>\n]+)>)', re.MULTILINE)
 _OPENMP = re.compile(r"^[ \t]*#[ \t]*(?:pragma[ \t]+omp\b|include[ \t]*<omp\.h>)", re.MULTILINE)

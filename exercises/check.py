@@ -57,7 +57,7 @@ class Finding:
 
 # A place in the source of an exercise, as reports name it, and not in what lessons share.
 _PLACE = r"(?:[\w./-]*/)?([\w-]+\.cu):(\d+)"
-_OWN = rf"(?<![\w/])(?!(?:common|primitives|operators|checks|cpu)/){_PLACE}"
+_OWN = rf"(?<![\w/])(?!(?:common|primitives|operators|checks|cpu)/(?!tests/)){_PLACE}"
 _BY_ITSELF = "that goes on by itself"
 
 
@@ -68,7 +68,7 @@ class Files:
         self.files = files
         self.first = next(iter(files))
         names = "|".join(map(re.escape, sorted(files, key=len, reverse=True)))
-        self.own = rf"(?<![\w./-])(?:(?!(?:\./)?(?:common|primitives|operators|checks|cpu)/)[\w./-]*/)?({names}):(\d+)"
+        self.own = rf"(?<![\w./-])(?:(?!(?:\./)?(?:common|primitives|operators|checks|cpu)/(?!tests/))[\w./-]*/)?({names}):(\d+)"
 
 
 def _own(lines):

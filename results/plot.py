@@ -91,7 +91,7 @@ FUSED = {
 }
 # Lessons of which all problems are drawn over a size that is not the first of their dims: its name, what
 # other dims are in the figure, and which kernels.
-OVER = {"bonus_attention": ("S", {"d": 128}, ("library", "cuDNN", "mma.sync", "Hopper", "ping-pong", "any shape",
+OVER = {"bonus_attention": ("S", {"d": 128}, ("library", "cuDNN", "mma.sync", "Hopper", "ping-pong",
                                                "tile scheduler"))}
 # What a figure is about, by its lesson: what stands before the device's name.
 TITLES = {
@@ -100,6 +100,7 @@ TITLES = {
     "7_diffusion_fused": "Diffusion on a mesh of V vertices, lesson 7",
     "8_spatial_gradients": "Gradient features on a mesh of V vertices, lesson 8",
     "9_matmul_softmax": "softmax(x W), lesson 9",
+    "operators_softmax": "softmax(x W), the operator",
     "10_clifford_gp": "A Clifford layer, lesson 10",
     "bonus_attention": "Attention over S queries and keys, d = 128",
     "bonus_clifford_fully_connected": "Multivectors mixed by matrices (bonus)",

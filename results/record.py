@@ -53,7 +53,6 @@ VARIANTS = {
         **{f"{n}-64": [str(n), "--width", "64"] for n in (512, 1024, 2048, 8192, 16384)},
         **{f"{n}-256": [str(n), "--width", "256"] for n in (1024, 4096, 16384)},
         "4097": ["4097"],
-        "generation": ["1", "--keys", "32768", "--heads", "64", "--kv-heads", "8", "--batch", "1", "--full"],
     },
     "bonus_clifford_fully_connected": {
         "2,0,0": ["--algebra", "2,0,0"],
@@ -71,7 +70,10 @@ VARIANTS |= {
     "operators_softmax": {"50257": ["128", "--inputs", "2048", "--classes", "50257"]},
     "operators_clifford": VARIANTS["10_clifford_gp"],
     "operators_clifford_connected": VARIANTS["bonus_clifford_fully_connected"],
-    "operators_attention": VARIANTS["bonus_attention"],
+    "operators_attention": {
+        **VARIANTS["bonus_attention"],
+        "generation": ["1", "--keys", "32768", "--heads", "64", "--kv-heads", "8", "--batch", "1", "--full"],
+    },
 }
 # The arguments of each run.
 SHAPES = {
@@ -263,7 +265,7 @@ def main():
     )
     names += sorted(f"operators_{path.stem}" for path in ROOT.glob("operators/bench/*.cu"))
     lessons = {name: dict(runs_of(name)) for name in names}
-    for name in SHAPES:
+    for name in SHAPES.keys() & lessons.keys():
         lessons[name]["shapes"] = None  # record_shapes() has their arguments
     wanted, unknown = runs_named(arguments.lessons or names, lessons)
     if unknown:

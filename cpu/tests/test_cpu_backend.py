@@ -41,7 +41,7 @@ def test_semantics(case):
 
 @pytest.mark.parametrize("what, said", [
     ("wild", r"\(wild, row \"naive\"\), block \(1,0,0\): thread \(2,0,0\) reaches outside of all memory, at"
-             r" address 0x\w+: `scons sanitize=address build/cpu-address/tests/cpu_backend/crashes` builds"),
+             r" address 0x\w+: `scons sanitize=address build/cpu-address/cpu/tests/crashes` builds"),
     ("overflow", r"\(overflow, row \"naive\"\), block \(0,0,0\): thread \(2,0,0\) reaches outside of all"),
     ("divide", r"\(divide, row \"naive\"\), block \(0,0,0\): thread \(2,0,0\) divides an integer by zero"),
 ])

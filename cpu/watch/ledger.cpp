@@ -25,10 +25,10 @@
 
 #include "cpu/execution/execution.h"
 #include "cpu/execution/sanitizers.h"
+#include "cpu/runtime/device_heap.h"
 #include "cpu/runtime/device_state.h"
 #include "cpu/runtime/environment.h"
 #include "cpu/watch/counting.h"
-#include "cpu/watch/device_heap.h"
 #include "cpu/watch/memory_watch.h"
 #include "cpu/watch/repeats.h"
 

@@ -14,9 +14,9 @@
 #include "cpu/execution/execution.h"
 #include "cpu/execution/sanitizers.h"
 #include "cpu/execution/worker_pool.h"
+#include "cpu/runtime/device_heap.h"
 #include "cpu/runtime/device_state.h"
 #include "cpu/runtime/environment.h"
-#include "cpu/watch/device_heap.h"
 #include "cpu/watch/ledger.h"
 
 // The program's own variables that can change lie from the first two to the last two, which are the

@@ -129,19 +129,6 @@ struct Halves {
   }
 };
 
-// add_up_row by these halves.
-template <int kCount>
-__device__ __forceinline__ void add_up_row_by_halves(FeatureSums<kCount>& sums,
-                                                     FeatureSums<kCount>* partials, int warps) {
-  using Halves = operators::clifford::Halves<kCount>;
-  const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
-  const float of_warp = Halves::of_warp(sums);
-  if (lane < kCount) partials[warp].value[lane] = of_warp;
-  __syncthreads();
-  const FeatureSums<kCount>* row = partials + warp / warps * warps;
-  sums = Halves::from_lanes(Halves::template of_lane<kMaxWarps>(row, warps));
-}
-
 // sums[c] += the squares of z of grade c.
 template <typename A, int W>
 __device__ __forceinline__ void add_squares(const Multivectors<A, W>& z,

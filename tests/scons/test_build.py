@@ -115,7 +115,8 @@ def test_benchmarks_of_operators_are_built_when_asked_for(plan):
     lines = plan("cuda=no", "operators")
     assert built(lines, "INSTALL") == set(OPERATORS)
     assert built(lines, "LINK") == {f"build/cpu/{name}" for name in OPERATORS}
-    assert {f"build/cpu/{name}" for name in OPERATORS} <= built(plan("cuda=no", "test"), "LINK")
+    assert {f"build/cpu/{name}" for name in OPERATORS} <= built(plan("cuda=no", "test-library"), "LINK")
+    assert not set(OPERATORS) & built(plan("cuda=no", "test"), "INSTALL")
 
 
 def test_one_lesson_comes_with_its_cpu_twin(plan):

@@ -1,4 +1,4 @@
-#include "cpu/watch/device_heap.h"
+#include "cpu/runtime/device_heap.h"
 
 #include <atomic>
 #include <cstddef>
