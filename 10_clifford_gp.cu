@@ -1068,8 +1068,8 @@ __global__ void __launch_bounds__(kThreads<A>, 1)
 // forward: to a blade that all terms share, if there is one, otherwise to the sum of the terms. And
 // dw takes what is there: a sum that has not been multiplied by w yet. If there is such a sum for
 // dx_i, it is multiplied by x_i and added to dw. Otherwise it may be one for dy_j. If neither dx
-// nor dy has such sums, dw takes those of z. Only triples that end in a grade of one blade are of this
-// last kind.
+// nor dy has such sums, dw takes those of z. Only triples that end in a grade of one blade are of
+// this last kind.
 
 // Whether dx's terms of triple t share a blade, of y or of dz, so that w multiplies that; and dy's.
 template <typename A>

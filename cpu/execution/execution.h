@@ -402,7 +402,7 @@ class Runner {
 /// The runner of the calling worker thread.
 extern constinit thread_local Runner* runner;
 
-// ---- crash.cpp ----------------------------------------------------------------------------------
+// ---- cpu/runtime/crash.cpp ----------------------------------------------------------------------
 
 /// From now on a kernel that reaches outside of all memory, or divides by zero, is reported.
 void report_crashes();

@@ -36,14 +36,15 @@ POLLING = "loads of those who wait for others: as many as it takes"
 ZEROS = "the profiler counts a sector for a copy of nothing but zeros"
 UNKNOWN = "the profiler counts up to a quarter more stores of logits; why is not known"
 COPIES = "the profiler counts twice the sectors of some 16-byte copies; why is not known"
-PIECES = "nvcc moves a struct to shared memory in other pieces than the CPU's compiler"
-SECTORS = "the profiler counts a few sectors more of the smallest problem; why is not known"
 SUMS = "the profiler counts a twelfth more sectors of backward's stores; why is not known"
+HALF = "the CPU's compiler tells of half of these stores; why is not known"
 EXPLAINED = {
     ("2_matmul_sharedmem", "", "square: tile"): {"shared_load_requests": MERGED},
     ("2_matmul_sharedmem", "", "square: registers"): {
         "shared_load_requests": MERGED, "shared_store_conflicts": ARBITRATION},
     ("2_matmul_sharedmem", "", "square: vectors"): {"shared_store_conflicts": ARBITRATION},
+    ("2_matmul_sharedmem", "", "square: stream-K"): {"global_load_requests": POLLING, "global_load_sectors": POLLING},
+    ("3_matmul_tensorcore", "", "square: stages"): {"global_store_requests": HALF, "global_store_sectors": HALF},
     ("3_matmul_tensorcore", "", "square: wmma global"): {"shared_load_conflicts": ARBITRATION},
     ("3_matmul_tensorcore", "", "square: wmma shared"): {"global_load_sectors": PADDED},
     **{("6_gating_fused", "", f"{problem}: {kernel}"): {
@@ -52,15 +53,15 @@ EXPLAINED = {
                                ("layer", "resident weights"), ("square", "tensor cores"),
                                ("square", "async tiles"))},
     ("6_gating_fused", "", "layer: Hopper resident"): {"shared_load_requests": MERGED},
-    ("6_gating_fused", "", "square: any shape"): {"global_load_sectors": SECTORS},
     ("7_diffusion_fused", "", "forward: one launch"): {
         "global_load_requests": POLLING, "global_load_sectors": POLLING,
         "global_store_requests": SPLIT, "global_store_sectors": SPLIT,
         "shared_load_requests": MERGED, "shared_store_conflicts": ARBITRATION},
-    **{("7_diffusion_fused", "", f"{which}: any shape"): {
+    **{("7_diffusion_fused", "", f"{which}: clusters"): {
         "global_load_requests": POLLING, "global_load_sectors": POLLING,
         "global_store_requests": SPLIT, "global_store_sectors": SPLIT,
-        "shared_load_requests": MERGED} for which in ("forward", "backward")},
+        "shared_load_requests": MERGED, **({"shared_store_conflicts": ARBITRATION} if which == "backward" else {})}
+       for which in ("forward", "backward")},
     ("8_spatial_gradients", "", "forward: one kernel"): {"shared_store_conflicts": ARBITRATION},
     ("8_spatial_gradients", "", "backward: associated"): {
         "global_store_sectors": SUMS, "shared_store_conflicts": ARBITRATION},
@@ -74,23 +75,28 @@ EXPLAINED = {
         "global_store_requests": UNKNOWN, "shared_load_requests": MERGED},
     ("9_matmul_softmax", "300,300,260", "TF32 300x300x260: exchange tiles"): {
         "global_store_requests": UNKNOWN, "global_store_sectors": UNKNOWN, "shared_load_requests": MERGED},
+    ("9_matmul_softmax", "300,300,260", "TF32 300x300x260: online specialized"): {
+        "global_load_requests": UNKNOWN, "global_store_sectors": UNKNOWN, "shared_load_requests": MERGED,
+        "shared_store_requests": MERGED, "shared_store_conflicts": ARBITRATION},
+    ("9_matmul_softmax", "300,300,260", "TF32 300x300x260: fused specialized"): {
+        "global_load_requests": POLLING, "global_load_sectors": POLLING, "shared_load_requests": MERGED,
+        "shared_store_requests": MERGED, "shared_store_conflicts": ARBITRATION},
     ("9_matmul_softmax", "9,233,4101", "TF32 9x233x4101: online tiles"): {
         "global_store_requests": UNKNOWN, "shared_load_requests": MERGED},
     ("9_matmul_softmax", "9,233,4101", "TF32 9x233x4101: exchange tiles"): {
         "global_load_requests": POLLING, "global_load_sectors": POLLING, "global_store_requests": UNKNOWN,
         "shared_load_requests": MERGED},
-    ("10_clifford_gp", "", "forward: row on chip"): {"global_load_sectors": COPIES},
+    **{("10_clifford_gp", "", f"forward: {kernel}"): {"shared_load_requests": MERGED}
+       for kernel in ("fused product", "one launch")},
+    ("10_clifford_gp", "", "forward: row on chip"): {"global_load_sectors": COPIES, "shared_load_requests": MERGED},
     ("10_clifford_gp", "", "forward: rows streamed"): {"shared_store_conflicts": ARBITRATION},
-    ("10_clifford_gp", "", "forward + backward: one launch each"): {
-        "shared_load_conflicts": ARBITRATION},
+    ("10_clifford_gp", "", "forward + backward: one launch each"): {"shared_load_requests": MERGED},
     ("10_clifford_gp", "", "forward + backward: both on chip"): {
-        "global_load_sectors": COPIES},
+        "global_load_sectors": COPIES, "shared_load_requests": MERGED},
     ("10_clifford_gp", "", "forward + backward: both streamed"): {
-        "shared_load_conflicts": ARBITRATION},
+        "shared_load_requests": MERGED, "shared_load_conflicts": ARBITRATION},
     **{("bonus_attention", "", f"bf16 {mask}: rows"): {
         "shared_load_requests": MERGED, "shared_store_requests": MERGED, "shared_store_conflicts": MERGED}
-       for mask in ("full", "causal")},
-    **{("bonus_attention", "", f"bf16 {mask}: any shape"): {"shared_store_requests": PIECES}
        for mask in ("full", "causal")},
 }
 COUNTS = [*counters.SOURCES]
@@ -200,9 +206,8 @@ LADDERS = {
         ("square", ["cuBLASLt + one kernel", "Hopper cluster"])],
     # The unfused rows' products count as little as they could move: here that is less than split-K.
     "7_diffusion_fused": [
-        ("forward", ["unfused", "one launch", "clusters"]),
-        ("forward", ["split-K", "half fused", "one launch"]),
-        ("backward", ["unfused", "clusters"]), ("backward", ["split-K", "clusters"])],
+        ("forward", ["unfused", "one launch"]),
+        ("forward", ["split-K", "half fused", "one launch"])],
     "8_spatial_gradients": [
         ("forward", ["unfused", "one kernel", "associated", "warp specialization", "cluster"]),
         ("backward", ["unfused", "associated", "warp specialization"])],
