@@ -46,6 +46,8 @@ struct TriedMemory {
 template <class T>
 class Tried {
  public:
+  using Element = T;
+
   explicit Tried(std::shared_ptr<TriedMemory> memory) : memory_(std::move(memory)) {}
   operator T*() const { return data(); }
   /// The same for a kernel template, whose type is deduced.
@@ -110,7 +112,7 @@ class Try {
   }
   /// The same of a kernel that adds to it, or the like: each element is `start` before each run.
   template <class T>
-  Tried<T> result(size_t count, std::type_identity_t<T> start) {
+  Tried<T> result(size_t count, typename Tried<T>::Element start) {
     return result_of(input<T>(count, [=](int) { return start; }));
   }
   /// The same of a kernel that works in place: before each run it is what `start` is.

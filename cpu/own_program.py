@@ -67,6 +67,8 @@ RUNS_THREADS = ("cuda_cpu.cpp", "fences.cpp", "hopper.cpp", "counting.cpp", "led
 PRINTS = ("printf", "__printf_chk", "puts", "putchar")  # what cpu/watch/repeats.cpp has to know of
 HEAP = ("malloc", "free", "_Znwm", "_Znam", "_ZdlPv", "_ZdaPv", "_ZdlPvm", "_ZdaPvm")  # and cpu/runtime/device_heap.cpp
 IDENTITIES = identities.link_flags(CXX)  # of the thread sanitizer
+# Where the program asks for memory. What the backend itself asks for while a kernel runs is nobody's heap.
+_HEAP = re.compile(rf"^(\s+(?:call|jmp)\s+)({'|'.join(HEAP)})(?=(?:@PLT)?$)", re.MULTILINE)
 _INCLUDE = re.compile(r'^([ \t]*#[ \t]*include[ \t]*)(?:"([^"\n]+)"|<([^>\n]+)>)', re.MULTILINE)
 _OPENMP = re.compile(r"^[ \t]*#[ \t]*(?:pragma[ \t]+omp\b|include[ \t]*<omp\.h>)", re.MULTILINE)
 # A macro that stands for words of CUDA, which the translation has to see.
@@ -568,7 +570,7 @@ def build_program(build, sources, written, options, folder):
             for number, pair in enumerate(zip(texts[::2], texts[1::2])):
                 both = two_versions(*(text.read_text(errors="surrogateescape") for text in pair), f"unit{number}")
                 for file, text in zip(pair, both):
-                    file.write_text(text, errors="surrogateescape")
+                    file.write_text(_HEAP.sub(r"\1__wrap_\2", text), errors="surrogateescape")
             for done in pool.map(lambda file: subprocess.run(["as", file, "-o", file.with_suffix(".o")],
                                                              capture_output=True, text=True), texts):
                 if done.returncode:
@@ -579,7 +581,7 @@ def build_program(build, sources, written, options, folder):
     gold = ["-fuse-ld=gold"] if build and shutil.which("ld.gold") else []
     # The counting build takes what both have of the C++ library from the backend: its own accesses are nobody's.
     first = [] if build else ["-Wl,--whole-archive", libraries / "libbackend.a", "-Wl,--no-whole-archive",
-                              *(f"-Wl,--wrap={name}" for name in (*PRINTS, *HEAP))]
+                              *(f"-Wl,--wrap={name}" for name in PRINTS)]
     linked = compiler([*sanitizer, *gold, *sources.openmp, *first, *objects,
                        *(source.with_name(f"{source.stem}_c.o") for source in in_c), libraries / "libbackend.a",
                        "-lboost_context", "-lpthread", "-o", program])

@@ -65,19 +65,19 @@ bool in_device_heap(std::uintptr_t address) {
 // Of lessons nobody asks for this: their kernels have no heap.
 #if defined(CUDA_CPU_HAS_HEAP)
 
-// The linker takes the functions that begin with __wrap_ where the program calls those without
+// The program calls the functions that begin with __wrap_ in the place of those without
 // (own_program.py).
 
-#define CUDA_CPU_NEW(NAME)               \
-  void* __real_##NAME(std::size_t size); \
+#define CUDA_CPU_NEW(NAME)                              \
+  void* __real_##NAME(std::size_t size) __asm__(#NAME); \
   void* __wrap_##NAME(std::size_t size) { return cuda_cpu::noted(__real_##NAME(size), size); }
-#define CUDA_CPU_DELETE(NAME)       \
-  void __real_##NAME(void* memory); \
+#define CUDA_CPU_DELETE(NAME)                      \
+  void __real_##NAME(void* memory) __asm__(#NAME); \
   void __wrap_##NAME(void* memory) { __real_##NAME(cuda_cpu::forgotten(memory)); }
-#define CUDA_CPU_SIZED_DELETE(NAME)                    \
-  void __real_##NAME(void* memory, std::size_t size);  \
-  void __wrap_##NAME(void* memory, std::size_t size) { \
-    __real_##NAME(cuda_cpu::forgotten(memory), size);  \
+#define CUDA_CPU_SIZED_DELETE(NAME)                                  \
+  void __real_##NAME(void* memory, std::size_t size) __asm__(#NAME); \
+  void __wrap_##NAME(void* memory, std::size_t size) {               \
+    __real_##NAME(cuda_cpu::forgotten(memory), size);                \
   }
 
 extern "C" {

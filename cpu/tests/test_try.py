@@ -808,7 +808,8 @@ def test_what_is_not_looked_at_is_said(tried):
     result = tried(source)
     assert "Not looked at: whether a kernel reads shared memory that nobody has written" in result.stdout, result.stdout
     assert "Not looked at: whether a kernel calls a virtual function" in result.stdout and result.rc == 0
-    assert "Not looked at" not in tried(program(WRITE, "f<<<1, 32>>>(d)")).stdout
+    plain = tried(program(WRITE, "f<<<1, 32>>>(d)")).stdout
+    assert "shared memory that nobody" not in plain and "virtual function" not in plain
 
 
 # What a survey of public programs needed. The constructor stands outside of its class, and the function of the host with
@@ -1827,7 +1828,7 @@ REFUSALS = {
     "__global__ void f(float* x) { atomicMax(x, 1.0f); }\nint main() {}\n":
         r"nvcc refuses atomicMax\(\) for float, too: CUDA has no such function\n    program.cu, line 1",
     "__global__ void f(size_t* x) { atomicAdd(x, 1); }\nint main() {}\n":
-        r"nvcc refuses atomicAdd\(\) for unsigned long, too",
+        r"nvcc refuses atomicAdd\(\) for (?:size_t|unsigned long), too",
     "__global__ void f(int* x) { x[0] = __shfl(x[0], 0); }\nint main() {}\n":
         r"nvcc refuses __shfl\(\), too, .* write __shfl_sync\(mask",
 }

@@ -39,9 +39,7 @@ template <class Iterator>
 using ValueOf = typename std::iterator_traits<Iterator>::value_type;
 /// What an output iterator takes, or `Other` if the iterator does not say it.
 template <class Iterator, class Other>
-using ValueOr =
-    std::conditional_t<std::is_void_v<ValueOf<Iterator>>, cuda_cpu::type_identity<Other>,
-                       cuda_cpu::type_identity<ValueOf<Iterator>>>::type;
+using ValueOr = std::conditional_t<std::is_void_v<ValueOf<Iterator>>, Other, ValueOf<Iterator>>;
 
 template <class Iterator>
 ValueOf<Iterator> at(Iterator first, std::ptrdiff_t i) {
