@@ -1021,6 +1021,7 @@ template <bool k3xTF32, int kRows>
 __device__ MaxSum tile_exponentials(SpecializedShared<k3xTF32, kRows>& shared, Sum<kRows>& sum,
                                     int own, int left) {
   constexpr int kPairs = kRows / 4;
+  named_barrier(1, kMultiplying);  // all have read the parts of the tile before
   float of_row[kPairs];
   const auto share = [&] {
 #pragma unroll

@@ -636,15 +636,16 @@ def blade_sign(swaps, squares):
     blade_sign(SIGN, SQUARES),
 ], ids=("given", "itself", "others", "squares", "zero", "right"))
 def test_wrong_signs_of_blades_do_not_compile(tmp_path, given):
-    """Of the reader's file the header that has the function: its own assertions speak."""
+    """The lesson's own assertions speak."""
     (exercise,) = exercises.find("blade_sign")
-    text = (ROOT / exercise.headers[-1]).read_text()
-    text, (_,) = exercise.skeleton(text.replace("#pragma once\n", ""))
+    if not (CPU_BUILD / "gen" / "primitives").is_dir():
+        pytest.skip("the headers have not been translated")
+    text, (_,) = exercise.skeleton(lesson_of(exercise))
     text = text.replace("return 1;", given, 1) if given else text
     code = tmp_path / "blade_sign.cc"
     code.write_text(translate(text, "exercises/my/blade_sign.cu"))
-    command = [os.environ.get("CXX", "g++"), "-std=c++20", "-fsyntax-only", "-w", "-Wfatal-errors",
-               f"-I{ROOT / 'cpu' / 'include'}", f"-I{ROOT}", code]
+    command = [os.environ.get("CXX", "g++"), "-std=c++20", "-fsyntax-only", "-w", "-Wfatal-errors", "-DFEW_ALGEBRAS",
+               f"-I{ROOT / 'cpu' / 'include'}", f"-I{CPU_BUILD / 'gen'}", f"-I{ROOT}", code]
     result = execute(command)
     assert (result.rc == 0) == (given == blade_sign(SIGN, SQUARES)), result.stderr
     if result.rc:

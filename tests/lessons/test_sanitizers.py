@@ -176,7 +176,8 @@ def test_mutant_is_reported(mutant):
 
 @pytest.mark.extensive
 @pytest.mark.parametrize("lesson, run, sanitizer", [
-    pytest.param(lesson, run, sanitizer, id=f"{lesson}-run{number}-{sanitizer}", marks=[pytest.mark.slow] * left_out)
+    pytest.param(lesson, run, sanitizer, id=f"{lesson}-run{number}-{sanitizer}",
+                 marks=[pytest.mark.slow] * (left_out or bool(LONG & set(run[0]))))
     for lesson in hopper_mutants.PROGRAMS
     for number, run, sanitizer, left_out in in_turn(hopper_mutants.RUNS[lesson])])
 def test_hopper_kernels_are_clean(lesson, run, sanitizer):
