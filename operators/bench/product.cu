@@ -34,18 +34,19 @@ template <typename T>
 struct ProductTable {
   Problem& problem;
   Buffer<T> A, B, C;
+  Buffer<double> expected;
 
   ProductTable(Lesson& lesson, cublasHandle_t blas, const Precision& of, const ProductShape& shape)
       : problem(lesson.problem(of.name, {{"N", shape.rows}, {"C", shape.cols}, {"D", shape.depth}},
                                of.name, work_of(shape), of.rate)),
         A(problem.input<T>(int64_t{shape.rows} * shape.depth)),
         B(problem.input<T>(int64_t{shape.depth} * shape.cols)),
-        C(problem.output<T>(int64_t{shape.rows} * shape.cols)) {
+        C(problem.output<T>(int64_t{shape.rows} * shape.cols)),
+        expected(problem.reference(C.size())) {
     const auto [m, n, k] = shape;
-    const Buffer<double> expected = problem.reference(C.size());
     problem.reference_from(reference_scratch(m, n, k),
-                           [blas, expected, a = A, b = B, m = m, n = n, k = k] {
-                             reference_matmul<T>(blas, a, b, expected, m, n, k);
+                           [blas, to = expected, a = A, b = B, m = m, n = n, k = k] {
+                             reference_matmul<T>(blas, a, b, to, m, n, k);
                            });
     problem.check(C, expected, of.tolerance);
     const auto product = [=, a = A, b = B, c = C, m = m, n = n, k = k] {
@@ -122,8 +123,15 @@ int main(int argc, char** argv) {
                                      dot_tolerance(depth, kRoundoffFp32, kRoundoffFp32)},
                                     shape);
     table.add<Fp32Product>("operator", shape);
-    if (Kernel* row = table.add<Tf32Product<Math::split>>("operator, 3xTF32", shape))
+    if (Kernel* row = table.add<Tf32Product<Math::split>>("operator, 3xTF32", shape)) {
+      // A factor is the sum of two TF32 numbers, of which the second is rounded; and the product of
+      // the two second ones is left out. Each of these three is at most u^2 of a term: as if each
+      // factor were rounded to 1.5 u^2.
+      const double of_factor = 1.5 * kRoundoffTf32 * kRoundoffTf32;
+      row->checks = {{table.C.storage(), table.expected.storage(),
+                      dot_tolerance(depth, kRoundoffFp32, kRoundoffFp32, of_factor)}};
       row->needs(80);
+    }
   }
   return lesson.run();
 }
