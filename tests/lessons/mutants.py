@@ -156,7 +156,7 @@ FEW_MULTIPROCESSORS = {"CUDA_CPU_MULTIPROCESSORS": "2", "CUDA_CPU_COMPUTE_CAPABI
 # Several steps along k, and tiles that stick out of the matrix.
 MATMUL_ARGUMENTS = ("33",)
 # Blocks share tiles, and one has the end of one and the begin of the next.
-SHARED_TILES = ("257",)
+SHARED_TILES = ("513",)
 SMALL_PRODUCT, SHARED_PRODUCT = ("33", "--type", "fp32"), ("257", "--type", "fp32")
 # The layer's M = 1024 rows are enough for many blocks; one odd and one even step along K.
 LAYER_ARGUMENTS = ("1", "--channels", "72", "--hidden", "8")
@@ -184,7 +184,7 @@ BARRIERS = [
     (MATMUL, "lean", "matmul_lean(", 1, MATMUL_ARGUMENTS),
     (MATMUL, "stream-K", "void give(", 1, SHARED_TILES),
     (MATMUL, "stream-K", "void add(", 1, SHARED_TILES),
-    (MATMUL, "stream-K", "matmul_stream_k(", 1, SHARED_TILES),
+    (MATMUL, "stream-K", "matmul_stream_k(", 1, ("300",)),
     (PRODUCT, "operator", "void multiply_fp32_steps(", 1, SMALL_PRODUCT),
     (PRODUCT, "operator", "void give(", 1, SHARED_PRODUCT),
     (PRODUCT, "operator", "void add(", 1, SHARED_PRODUCT),
