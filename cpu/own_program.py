@@ -120,7 +120,7 @@ MISSING_WORDS = [
 
 
 # What a mistake can be that nobody looks for here, where the program has such code.
-NOT_LOOKED_AT = [
+NEVER_LOOKED_AT = [
     (r"\b__shared__\b", "whether a kernel reads shared memory that nobody has written"),
     (r"\bvirtual\b", "whether a kernel calls a virtual function of an object that the host has made, which only works here"),
 ]
@@ -869,7 +869,7 @@ def sentence(match, texts):
 def not_looked_at(sources):
     """What no run has looked at, although the program has it, in phrases."""
     codes = [code_of(text) for file, text in sources.texts.items() if not CUB.match(sources.name(file))]
-    for pattern, what in NOT_LOOKED_AT:
+    for pattern, what in NEVER_LOOKED_AT:
         if any(re.search(pattern, code) for code in codes):
             yield what
 
