@@ -885,13 +885,12 @@ def leaks(report):
 
 def between_streams(report):
     """Of ThreadSanitizer's report of a race: what is missing if it is not between threads of one kernel."""
-    who = re.findall(r"^  (?:Previous )?(?:atomic )?(?:read|write) of size \d+ at \w+ by (?:thread )?(T\d+|main thread)", report,
-                     re.MULTILINE | re.IGNORECASE)
-    names = dict(re.findall(r"^  Thread (T\d+) '(stream \d+)'", report, re.MULTILINE))
-    first, second = ([names.get(each, each) for each in who] + ["", ""])[:2]
-    if "main thread" in (first, second):
+    accesses = re.findall(r"^  (?:Previous )?(?:atomic )?(?:read|write) of size \d+ at \w+ by (.*?):\n(.*?)\n\n", report,
+                          re.MULTILINE | re.DOTALL | re.IGNORECASE)[:2]
+    streams = {stream[1] for _, stack in accesses if (stream := re.search(r"\bin_stream<(\d+)", stack))}
+    if any(who.startswith("main thread") for who, _ in accesses):
         return ("\nOne of them is the host's. It has to wait before, as with cudaStreamSynchronize().")
-    if first != second and first.startswith("stream") and second.startswith("stream"):
+    if len(streams) == 2:
         return "\nThey are in two streams. An event (cudaStreamWaitEvent()), or a wait of the host, has to come between them."
     return ""
 

@@ -297,7 +297,9 @@ CUDA_CPU_NO_TSAN void Runner::run_thread() {
   copies.clear();
   choose_hook_use();
 
+  frame_begins(launch_->order);
   launch_->kernel.run(launch_->kernel.arguments);
+  frame_ends();
 
   copies.end();
   tsan_release(&block.tsan_end[launch_->number % 4]);
@@ -372,10 +374,6 @@ CUDA_CPU_NO_TSAN Fiber& Runner::fiber_for_next_thread() {
       fiber->restart();
     }
     tsan_become(caller);
-  }
-  if (kTsan && fiber->named_after != launch_->order.number) {
-    fiber->named_after = launch_->order.number;
-    name_after(launch_->order, fiber->tsan_identity());
   }
   if (!kTsan) {
     (missing ? fibers_.push_back(fiber) : idle_fibers_.pop_back());

@@ -92,7 +92,6 @@ Fiber::~Fiber() {
 
 CUDA_CPU_NO_TSAN void Fiber::restart() {
   stale = false;
-  named_after = 0;
 #if defined(CUDA_CPU_TSAN)
   if (tsan_identity_) {
     __tsan_destroy_fiber(tsan_identity_);

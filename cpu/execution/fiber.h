@@ -53,9 +53,6 @@ class Fiber {
   /// millisecond (a new identity has 786 KB), and many fibers are never used again.
   bool stale = false;
 
-  /// The number of the stream that its identity is named after.
-  unsigned long long named_after = 0;
-
   /// Who the fiber is for ThreadSanitizer.
   CUDA_CPU_NO_TSAN void* tsan_identity() const { return tsan_identity_; }
 

@@ -50,8 +50,10 @@ std::shared_ptr<StreamOrder> order_of(cudaStream_t stream);
 void order_launch(StreamOrder& order, bool early);
 /// The same launch's end, which the launch after it, or a thread of it, may wait for.
 void* launch_end(StreamOrder& order, unsigned number);
-/// ThreadSanitizer's reports name an identity after the stream that it acts for.
-void name_after(const StreamOrder& order, void* identity);
+/// What the calling identity does between them has a frame in ThreadSanitizer's stacks that names
+/// the stream, as in_stream<3>(). An identity's own name would be gone when it has ended.
+void frame_begins(const StreamOrder& order);
+void frame_ends();
 /// Whether a launch in `next` comes after all that `last` has when nobody waits.
 bool always_follows(const StreamOrder& next, const StreamOrder& last);
 
