@@ -198,19 +198,19 @@ CUDA_CPU_NO_TSAN void host_waits_for_event(void* event) { tsan_acquire(event); }
 CUDA_CPU_NO_TSAN StreamWork::StreamWork(StreamOrder& order, const void* place, bool all_devices)
     : order_(order), host_(enter(order, false, all_devices)) {
   tsan_become(order.identity);
-  frame_begins(order);
 #if defined(CUDA_CPU_TSAN)
   __tsan_func_entry(const_cast<void*>(place));
 #else
   static_cast<void>(place);
 #endif
+  frame_begins(order);  // behind main() no frame is shown
 }
 
 CUDA_CPU_NO_TSAN StreamWork::~StreamWork() {
+  frame_ends();
 #if defined(CUDA_CPU_TSAN)
   __tsan_func_exit();
 #endif
-  frame_ends();
   tsan_release(&order_.other_work);
   tsan_become(host_);
 }
