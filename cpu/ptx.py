@@ -212,7 +212,7 @@ def _barrier(x):
 def _elect(x):
     lane, chosen = x.pair(0)
     return (f"const bool cuda_cpu_is = ptx::elect({x.value(1, 'u32')}, cuda_cpu_site); " + x.put(chosen, "cuda_cpu_is")
-            + x.put(lane, f"std::countr_zero({x.value(1, 'u32')})"))
+            + x.put(lane, f"cuda_cpu::countr_zero({x.value(1, 'u32')})"))
 
 
 def _shuffle(x):
