@@ -47,12 +47,8 @@ constexpr int kMostWidth = 512;
 // A block fetches the basis for its cluster in boxes of this many rows.
 constexpr int kMulticastRows = 32;
 
-// A block's threads: the producer's warpgroup, whose warps 1 to 3 are the spare ones, and two of
-// consumers.
-constexpr int kOneLaunchThreads = 384, kSpareThreads = 96, kConsumers = 256;
-
-// The barriers of bar.sync: of either consumer, of the spare warps, and of both consumers.
-constexpr int kConsumerBarrier = 1, kSpareBarrier = 3, kConsumersBarrier = 4;
+// A block's threads: the producer's warpgroup and two of consumers.
+constexpr int kOneLaunchThreads = 384;
 
 // What the copy engine moves.
 struct DiffusionMaps {
@@ -94,6 +90,13 @@ struct OneLaunchShared {
 };
 
 #if HOPPER_CODE
+// Of a block's threads: warps 1 to 3 of the producer's warpgroup, which are the spare ones, and the
+// consumers.
+constexpr int kSpareThreads = 96, kConsumers = 256;
+
+// The barriers of bar.sync: of either consumer, of the spare warps, and of both consumers.
+constexpr int kConsumerBarrier = 1, kSpareBarrier = 3, kConsumersBarrier = 4;
+
 // Two neighbouring elements of a row-major matrix; zeros outside of it. cols and col are even.
 __device__ inline float2 pair_at(const __nv_bfloat16* matrix, int rows, int cols, int row,
                                  int col) {
