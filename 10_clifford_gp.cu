@@ -66,14 +66,14 @@
 #include <type_traits>
 #include <utility>
 
-#include "checks/clifford/clifford.h"
 #include "primitives/async_copy.cuh"
 #include "primitives/early_launch.cuh"
 #include "primitives/hopper/barrier.cuh"
 #include "primitives/hopper/copies.cuh"
 #include "primitives/launch.h"
+#include "problems/clifford/clifford.h"
 
-using namespace checks;
+using namespace problems;
 using namespace primitives;
 
 // ---- Product by hand ----------------------------------------------------------------------------

@@ -26,9 +26,9 @@
 #include <algorithm>
 #include <vector>
 
-#include "checks/product/square_matmul.h"
+#include "problems/product/square_matmul.h"
 
-using namespace checks;
+using namespace problems;
 
 // Thread (x, y) owns C(row = x, col = y): neighbours in a warp sit in neighbouring ROWS. At each
 // step of the loop a warp reads one element of B (the same for all) but 32 elements of A that lie N

@@ -31,12 +31,12 @@
 
 #include <algorithm>
 
-#include "checks/product/square_matmul.h"
 #include "primitives/async_copy.cuh"
 #include "primitives/launch.h"
 #include "primitives/spin.cuh"
+#include "problems/product/square_matmul.h"
 
-using namespace checks;
+using namespace problems;
 using namespace primitives;
 
 // ---- tile ---------------------------------------------------------------------------------------

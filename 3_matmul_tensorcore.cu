@@ -57,16 +57,16 @@
 // kernels down to *mma.sync* are the core path. Those for Hopper come after it, and have a first
 // reading of their own (see "Hopper: words").
 
-#include "checks/product/library_product.h"
-#include "checks/product/square_matmul.h"
 #include "primitives/async_copy.cuh"
 #include "primitives/hopper/pipeline.cuh"
 #include "primitives/launch.h"
 #include "primitives/mma.cuh"
 #include "primitives/spin.cuh"
 #include "primitives/wmma_fragments.cuh"
+#include "problems/product/library_product.h"
+#include "problems/product/square_matmul.h"
 
-using namespace checks;
+using namespace problems;
 using namespace primitives;
 
 // ---- wmma global --------------------------------------------------------------------------------

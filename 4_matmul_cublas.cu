@@ -18,10 +18,10 @@
 //
 // Warm-up. The first call of a handle loads kernels and allocates a workspace; time the later ones.
 
-#include "checks/product/library_product.h"
-#include "checks/product/square_matmul.h"
+#include "problems/product/library_product.h"
+#include "problems/product/square_matmul.h"
 
-using namespace checks;
+using namespace problems;
 
 // C = A B in elements of T (cuBLAS's name for it: `type`), accumulated in fp32 as `compute` says.
 template <typename T>

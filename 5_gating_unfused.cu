@@ -21,7 +21,7 @@
 // libraries allow. cuBLASLt adds a bias in the epilogue of its product, while the result is still
 // in registers; and since both products have the same left factor, one product with [W1 W2] side by
 // side reads x once. What no library kernel has is our sigmoid and the multiplication by it: for
-// these one elementwise kernel stays (checks/gating/library.cuh). That second form is the honest
+// these one elementwise kernel stays (problems/gating/library.cuh). That second form is the honest
 // baseline for lesson 6.
 //
 // The third table is a square one, N x N x N, where arithmetic is the limit: there the temporaries
@@ -29,9 +29,9 @@
 
 #include <deque>
 
-#include "checks/gating/library.cuh"
+#include "problems/gating/library.cuh"
 
-using namespace checks;
+using namespace problems;
 
 // ---- The elementwise kernels --------------------------------------------------------------------
 

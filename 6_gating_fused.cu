@@ -32,13 +32,13 @@
 
 #include <deque>
 
-#include "checks/gating/library.cuh"
 #include "primitives/async_copy.cuh"
 #include "primitives/hopper/pipeline.cuh"
 #include "primitives/launch.h"
 #include "primitives/wmma_fragments.cuh"
+#include "problems/gating/library.cuh"
 
-using namespace checks;
+using namespace problems;
 using namespace operators::gating;
 using namespace primitives;
 

@@ -31,7 +31,7 @@
 // can be computed. Between the two products stands a sum over all rows. What can still be fused?
 //
 //     unfused      Five library and elementwise kernels, as a framework launches them
-//                  (checks/diffusion/diffusion.cu).
+//                  (problems/diffusion/diffusion.cu).
 //     half fused   The first product multiplies by mass, and one small kernel between the two
 //                  products damps. But the first product's result is only 128 x 256, a few tiles.
 //                  So a few blocks walk over all vertices, on a GPU made for hundreds of blocks.
@@ -55,7 +55,6 @@
 #include <deque>
 #include <vector>
 
-#include "checks/diffusion/diffusion.h"
 #include "common/lesson.h"
 #include "common/numerics.h"
 #include "primitives/async_copy.cuh"
@@ -65,8 +64,9 @@
 #include "primitives/launch.h"
 #include "primitives/mma.cuh"
 #include "primitives/spin.cuh"
+#include "problems/diffusion/diffusion.h"
 
-using namespace checks;
+using namespace problems;
 using namespace operators::diffusion;
 using namespace primitives;
 

@@ -49,7 +49,7 @@
 // field calls that split-K.
 //
 //     unfused                forward 12, backward 22 library and elementwise kernels, as a
-//                            framework does it (checks/gradients/gradients.cu)
+//                            framework does it (problems/gradients/gradients.cu)
 //     one kernel             a block's rows of xr, xi stay on chip, and Lr, Li stream through it
 //     associated             x, M1, M2 stay on chip, and Gr, Gi stream through it; also backward
 //     warp specialization    one thread copies by TMA, and groups of four warps multiply by wgmma,
@@ -64,7 +64,6 @@
 #include <deque>
 #include <vector>
 
-#include "checks/gradients/gradients.h"
 #include "common/lesson.h"
 #include "common/numerics.h"
 #include "primitives/approximate.cuh"
@@ -75,8 +74,9 @@
 #include "primitives/hopper/pipeline.cuh"
 #include "primitives/hopper/tiles.cuh"
 #include "primitives/launch.h"
+#include "problems/gradients/gradients.h"
 
-using namespace checks;
+using namespace problems;
 using namespace primitives;
 
 // E and W are multiples of 8: every row starts at a multiple of 16 bytes.

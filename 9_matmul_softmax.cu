@@ -86,8 +86,6 @@
 #include <string>
 #include <vector>
 
-#include "checks/product/library_product.h"
-#include "checks/softmax/softmax_problem.h"
 #include "primitives/approximate.cuh"
 #include "primitives/async_copy.cuh"
 #include "primitives/early_launch.cuh"
@@ -95,8 +93,10 @@
 #include "primitives/launch.h"
 #include "primitives/row_parts.cuh"
 #include "primitives/spin.cuh"
+#include "problems/product/library_product.h"
+#include "problems/softmax/softmax_problem.h"
 
-using namespace checks;
+using namespace problems;
 using namespace primitives;
 
 constexpr int kWarps = 8, kThreads = 32 * kWarps;

@@ -41,17 +41,17 @@
 #include <type_traits>
 #include <vector>
 
-#include "checks/attention/attention.h"
-#include "checks/attention/cudnn.h"
-#include "checks/attention/library.cuh"
 #include "primitives/approximate.cuh"
 #include "primitives/async_copy.cuh"
 #include "primitives/fragments.cuh"
 #include "primitives/hopper/pipeline.cuh"
 #include "primitives/launch.h"
 #include "primitives/row_parts.cuh"
+#include "problems/attention/attention.h"
+#include "problems/attention/cudnn.h"
+#include "problems/attention/library.cuh"
 
-using namespace checks;
+using namespace problems;
 using namespace primitives;
 
 // What a kernel gets. group: how many heads of Q share one of K and V.

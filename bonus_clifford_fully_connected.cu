@@ -40,7 +40,6 @@
 // The algebra is lesson 10's; operators/clifford_connected/connected.cuh has which triples lead
 // where.
 
-#include "checks/clifford/clifford.h"
 #include "operators/clifford/algebra.cuh"
 #include "operators/clifford/clifford.cuh"
 #include "operators/clifford/unfused.cuh"
@@ -48,8 +47,9 @@
 #include "operators/clifford_connected/layer.cuh"
 #include "operators/clifford_connected/tf32_tiles.cuh"
 #include "primitives/async_copy.cuh"
+#include "problems/clifford/clifford.h"
 
-using namespace checks;
+using namespace problems;
 using namespace operators::clifford;
 using namespace operators::clifford_connected;
 

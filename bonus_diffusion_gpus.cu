@@ -24,15 +24,15 @@
 #include <deque>
 #include <optional>
 
-#include "checks/diffusion/gpus.cuh"
 #include "primitives/early_launch.cuh"
 #include "primitives/hopper/pipeline.cuh"
 #include "primitives/launch.h"
 #include "primitives/mma.cuh"
 #include "primitives/peers.cuh"
 #include "primitives/spin.cuh"
+#include "problems/diffusion/gpus.cuh"
 
-using namespace checks;
+using namespace problems;
 using namespace operators::diffusion;
 using namespace primitives;
 

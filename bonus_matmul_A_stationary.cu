@@ -17,9 +17,9 @@
 //
 // Atomic additions arrive in any order, so the last bits of C differ from run to run.
 
-#include "checks/product/square_matmul.h"
+#include "problems/product/square_matmul.h"
 
-using namespace checks;
+using namespace problems;
 
 // Thread (x, y) owns A(row = y, k = x), in a register, and walks along row k of B. The 32 threads
 // of a warp own neighbouring k of one row: all of them add to the same element of C at the same

@@ -23,10 +23,10 @@
 #include <algorithm>
 #include <functional>
 
-#include "checks/memory.cuh"
 #include "common/numerics.h"
+#include "problems/memory.cuh"
 
-using namespace checks;
+using namespace problems;
 
 // ---- Latency: one thread ------------------------------------------------------------------------
 

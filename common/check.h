@@ -1,4 +1,4 @@
-// Every CUDA, cuBLAS and cuBLASLt call in a lesson, in checks/ and in common/ goes through one of
+// Every CUDA, cuBLAS and cuBLASLt call in a lesson, in problems/ and in common/ goes through one of
 // these macros (primitives/ and operators/ throw: primitives/check.h). A call that fails ends the
 // program with one line that names the call, the file and the line; while a row of a table is
 // launched, the row says so instead.

@@ -15,13 +15,13 @@
 //
 // Thousands of classes need no kernel of their own here: try --classes 4000.
 
-#include "checks/softmax/softmax.h"
 #include "primitives/early_launch.cuh"
 #include "primitives/launch.h"
 #include "primitives/mma.cuh"
 #include "primitives/row_parts.cuh"
+#include "problems/softmax/softmax.h"
 
-using namespace checks;
+using namespace problems;
 using namespace primitives;
 
 // ---- The product --------------------------------------------------------------------------------

@@ -57,7 +57,7 @@ class Finding:
 
 # A place in the source of an exercise, as reports name it, and not in what lessons share.
 _PLACE = r"(?:[\w./-]*/)?([\w-]+\.cu):(\d+)"
-_OWN = rf"(?<![\w/])(?!(?:common|primitives|operators|checks|cpu)/(?!tests/)){_PLACE}"
+_OWN = rf"(?<![\w/])(?!(?:common|primitives|operators|problems|cpu)/(?!tests/)){_PLACE}"
 _BY_ITSELF = "that goes on by itself"
 
 
@@ -68,7 +68,7 @@ class Files:
         self.files = files
         self.first = next(iter(files))
         names = "|".join(map(re.escape, sorted(files, key=len, reverse=True)))
-        self.own = rf"(?<![\w./-])(?:(?!(?:\./)?(?:common|primitives|operators|checks|cpu)/(?!tests/))[\w./-]*/)?({names}):(\d+)"
+        self.own = rf"(?<![\w./-])(?:(?!(?:\./)?(?:common|primitives|operators|problems|cpu)/(?!tests/))[\w./-]*/)?({names}):(\d+)"
 
 
 def _own(lines):
@@ -302,7 +302,7 @@ def build(target, sanitizer=""):
                  stderr=subprocess.STDOUT) as process:
         for line in process.stdout:
             printed.append(line)
-            step = re.match(r"\[ *\d+/\d+\] CXX .*(common|checks|cpu)/", line)
+            step = re.match(r"\[ *\d+/\d+\] CXX .*(common|problems|cpu)/", line)
             if step and not said:
                 said = True
                 _say("    (Some of what lessons share is not built yet"

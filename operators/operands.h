@@ -75,7 +75,7 @@ struct Workspace {
 };
 
 /// One of several ways to compute the same, such as with one of several tiles. (A table's rows have
-/// a Way of their own, which checks::ways_of_row() makes of these.)
+/// a Way of their own, which problems::ways_of_row() makes of these.)
 struct Way {
   std::string name;
   double microseconds;  ///< that it should take

@@ -5,13 +5,13 @@
 #include <string>
 #include <vector>
 
-#include "checks/attention/attention.h"
-#include "checks/attention/cudnn.h"
-#include "checks/attention/library.cuh"
-#include "checks/workspace.h"
 #include "operators/attention/layer.cuh"
+#include "problems/attention/attention.h"
+#include "problems/attention/cudnn.h"
+#include "problems/attention/library.cuh"
+#include "problems/workspace.h"
 
-using namespace checks;
+using namespace problems;
 
 template <typename T>
 void add_table(Lesson& lesson, cublasHandle_t blas, const std::string& type,

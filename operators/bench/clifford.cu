@@ -4,13 +4,13 @@
 
 #include <algorithm>
 
-#include "checks/clifford/clifford.h"
 #include "operators/clifford/algebra.cuh"
 #include "operators/clifford/clifford.cuh"
 #include "operators/clifford/layer.cuh"
 #include "operators/clifford/unfused.cuh"
+#include "problems/clifford/clifford.h"
 
-using namespace checks;
+using namespace problems;
 using namespace operators::clifford;
 
 // Both return whether rows fit on chip.

@@ -4,11 +4,11 @@
 
 #include <memory>
 
-#include "checks/clifford/clifford.h"
 #include "operators/bench/clifford_unfused.cuh"
 #include "operators/clifford_connected/layer.cuh"
+#include "problems/clifford/clifford.h"
 
-using namespace checks;
+using namespace problems;
 using namespace operators::clifford;
 using namespace operators::clifford_connected;
 

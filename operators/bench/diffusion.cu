@@ -5,13 +5,13 @@
 #include <deque>
 #include <vector>
 
-#include "checks/diffusion/diffusion.h"
-#include "checks/workspace.h"
 #include "common/lesson.h"
 #include "common/numerics.h"
 #include "operators/diffusion/fused.cuh"
+#include "problems/diffusion/diffusion.h"
+#include "problems/workspace.h"
 
-using namespace checks;
+using namespace problems;
 
 template <Pass kPass>
 void add_operator(DiffusionProblem& table) {

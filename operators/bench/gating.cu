@@ -5,12 +5,12 @@
 
 #include <deque>
 
-#include "checks/gating/library.cuh"
-#include "checks/workspace.h"
 #include "operators/gating/layer.cuh"
 #include "operators/product/plan.cuh"
+#include "problems/gating/library.cuh"
+#include "problems/workspace.h"
 
-using namespace checks;
+using namespace problems;
 
 // Estimates say which of the ways may be the fastest, and these are tried. Some keep the weights on
 // chip, and others are products as in lesson 3. To have enough of both, up to 24 are tried.

@@ -5,13 +5,13 @@
 #include <deque>
 #include <vector>
 
-#include "checks/gradients/gradients.h"
-#include "checks/workspace.h"
 #include "common/lesson.h"
 #include "common/numerics.h"
 #include "operators/gradients/features.cuh"
+#include "problems/gradients/gradients.h"
+#include "problems/workspace.h"
 
-using namespace checks;
+using namespace problems;
 using namespace operators::gradients;
 
 // False if a block would have to keep more than it has room for.

@@ -8,15 +8,15 @@
 #include <memory>
 #include <string>
 
-#include "checks/product/library_product.h"
-#include "checks/workspace.h"
 #include "common/lesson.h"
 #include "common/numerics.h"
 #include "operators/product/fp32.cuh"
 #include "operators/product/half_product.cuh"
 #include "operators/product/tf32_product.cuh"
+#include "problems/product/library_product.h"
+#include "problems/workspace.h"
 
-using namespace checks;
+using namespace problems;
 using namespace operators::product;
 
 // What a type is called, which peak it has, what the library calls it, and how exact it is.

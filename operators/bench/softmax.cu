@@ -15,13 +15,13 @@
 #include <string>
 #include <vector>
 
-#include "checks/product/library_product.h"
-#include "checks/softmax/softmax_problem.h"
-#include "checks/workspace.h"
 #include "operators/softmax/rows.cuh"
 #include "operators/softmax/softmax_product.cuh"
+#include "problems/product/library_product.h"
+#include "problems/softmax/softmax_problem.h"
+#include "problems/workspace.h"
 
-using namespace checks;
+using namespace problems;
 using namespace operators::softmax;
 
 // At most kMostWays ways of a row, those with the lowest estimates, are tried.

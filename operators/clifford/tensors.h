@@ -1,5 +1,5 @@
 // The layer of lesson 10: its sizes and its tensors. What it computes is at the top of
-// checks/clifford/clifford.h.
+// problems/clifford/clifford.h.
 #pragma once
 
 #include <cuda_runtime.h>

@@ -658,7 +658,7 @@ def clone(tmp_path):
     """A copy of the sources in which what all lessons share has been built."""
     scons()  # or skips the test
     build, signatures = ROOT / "build" / "cpu", ROOT / ".sconsign.dblite"
-    shared = [f"obj/{folder}" for folder in ("common", "checks", "cpu")]
+    shared = [f"obj/{folder}" for folder in ("common", "problems", "cpu")]
     if not all((build / folder).is_dir() for folder in shared) or not signatures.exists():
         pytest.skip("nothing has been built")
     # scons notes what it has built when it ends. What it does not know it would build again.
@@ -668,7 +668,7 @@ def clone(tmp_path):
     tree = copy_of_sources(tmp_path / "tree")
     shutil.rmtree(tree / "exercises" / "my", ignore_errors=True)
     for built in check.BUILDS.values():
-        for part in (*shared, *(f"gen/{folder}" for folder in ("common", "primitives", "operators", "checks"))):
+        for part in (*shared, *(f"gen/{folder}" for folder in ("common", "primitives", "operators", "problems"))):
             if (ROOT / built / part).is_dir():
                 shutil.copytree(ROOT / built / part, tree / built / part)
     shutil.copy(signatures, tree)
@@ -701,7 +701,7 @@ def test_exercises_are_built_as_a_reader_builds_them(clone, most):
     programs = [f"build/cpu/exercises/my/{each.name}" for each in chosen]
     result = execute([shutil.which("scons"), "-Q", "-k", "cuda=no", *programs], timeout=600, cwd=clone)
     assert result.rc == 0, result.stdout + result.stderr
-    assert not re.search(r"CXX (common|checks|cpu)/", result.stdout), "what is shared was built again"
+    assert not re.search(r"CXX (common|problems|cpu)/", result.stdout), "what is shared was built again"
 
 
 SUMS = """float a[TM], b[TN];

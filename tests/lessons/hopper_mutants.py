@@ -46,7 +46,7 @@ HEADERS = {
               "operators/product/tf32_product.cuh"),
     "operators_gating": ("operators/gating/rows.cuh", "operators/gating/resident.cuh", "operators/gating/layer.cuh"),
     "operators_diffusion": (*SHARED, "operators/diffusion/fused.cuh", "operators/diffusion/one_launch.cuh"),
-    GPUS: ("checks/diffusion/gpus.cuh",),
+    GPUS: ("problems/diffusion/gpus.cuh",),
     "8_spatial_gradients": SHARED,
     "9_matmul_softmax": SHARED,
     CONNECTED: ("operators/clifford_connected/planes.cuh", "operators/clifford_connected/few_rows.cuh",

@@ -33,7 +33,7 @@ class Mutant:
     arguments: tuple  # to run it with
     nth: int = 0
     number: int = 0  # not 0: the program has several mistakes, and makes the one that MISTAKE says
-    operator: str = ""  # the file of checks/ that has the mistake, if it is not the lesson's own
+    operator: str = ""  # the file of problems/ that has the mistake, if it is not the lesson's own
     capability: str = "80"  # of the device that it runs on
 
     @property
@@ -396,13 +396,13 @@ MUTANTS = [
         "reference_of_d_times_with_the_wrong_sign", "", DIFFUSION, "void spectrum_gradient_fp64(",
         "sum += as_double(evalues[e])", "sum -= as_double(evalues[e])",
         "error: the reference's dTimes and finite differences", "33", *NARROW,
-        operator="checks/diffusion/diffusion.cu",
+        operator="problems/diffusion/diffusion.cu",
     ),
     _mutant(
         "reference_of_d_x_half_of_it_not_damped", "", DIFFUSION, "void backward_fp64(",
         "(s, evalues, times, count,", "(s, evalues, times, count / 2,",
         "error: the reference's dX and finite differences", "33", *NARROW,
-        operator="checks/diffusion/diffusion.cu",
+        operator="problems/diffusion/diffusion.cu",
     ),
     # A kernel's gradient, and the sum of a slice that another one's takes the place of.
     _wrong(
@@ -431,7 +431,7 @@ MUTANTS = [
         "reference_of_d_x_with_a_wrong_sign", "", SPATIAL, "void backward(const bf16* d_out",
         "product_fp64(blas_, -1, P, kPlain, Li_", "product_fp64(blas_, 1, P, kPlain, Li_",
         "error: the reference's dx and finite differences", "33", *NARROW,
-        operator="checks/gradients/gradients.cu",
+        operator="problems/gradients/gradients.cu",
     ),
     # Complex products with a wrong sign, in ai and in dM2.
     _wrong(

@@ -170,7 +170,7 @@ def test_mutant_is_reported(mutant):
     assert result.rc != 0, result.stdout
     assert re.search(mutant.report, result.stderr), result.stderr
     # What follows a header with mistakes has the lesson's name.
-    places = rf"({mutant.program}|/{mutant.lesson}|^{mutant.lesson})\.cu:|(?:common|primitives|operators|checks)/[\w/]+\.(?:cuh|cu):"
+    places = rf"({mutant.program}|/{mutant.lesson}|^{mutant.lesson})\.cu:|(?:common|primitives|operators|problems)/[\w/]+\.(?:cuh|cu):"
     assert re.search(places, result.stderr), "the report does not lead to the mistake"
 
 

@@ -174,7 +174,7 @@ def test_comparison_says_which_is_faster(sentence, factor, printed):
 def test_no_comparison_takes_for_granted_which_is_faster(lesson):
     """Each has its factor in words that are right in both directions."""
     source = source_of(lesson)
-    headers = re.findall(r'^#include "((?:common|primitives|operators|checks)/[\w/]+\.(?:cuh|h))"', source, re.MULTILINE)
+    headers = re.findall(r'^#include "((?:common|primitives|operators|problems)/[\w/]+\.(?:cuh|h))"', source, re.MULTILINE)
     source += "".join((ROOT / header).read_text() for header in headers)
     calls = re.findall(r"\.compare\((.*?)\);", source, re.DOTALL)
     assert len(calls) == len(re.findall(r"\.compare\(", source))

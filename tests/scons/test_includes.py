@@ -18,15 +18,15 @@ from includes import ROOT, closure, included_by, linked_sources, sources_of
 
 HEADERS = (".h", ".cuh")
 ROOMS = {
-    "operators/bench": r"(primitives|operators|checks|common)/",
+    "operators/bench": r"(primitives|operators|problems|common)/",
     "operators": r"primitives/|operators/(?!bench/)",
-    "checks": r"(common|primitives|checks)/|operators/(operands\.h|(\w+)/(\3|tensors)\.h)$",
+    "problems": r"(common|primitives|problems)/|operators/(operands\.h|(\w+)/(\3|tensors)\.h)$",
     "primitives": r"primitives/|cpu/",
     "common": r"common/|cpu/",
     "cpu": r"cpu/",
 }
 TESTS = ("cpu/tests/", "operators/tests/")  # they include what they test
-LESSON = r"(primitives|checks|common)/"
+LESSON = r"(primitives|problems|common)/"
 # A lesson that has no kernel yet in the place of its operator's.
 WITH_OPERATORS = {"bonus_clifford_fully_connected.cu"}
 
@@ -57,12 +57,12 @@ def test_rooms_include_only_what_is_below_them():
 
 @pytest.mark.parametrize("planted", [
     ("primitives/mma.cuh", "common/check.h"),
-    ("operators/softmax/rows.cuh", "checks/softmax/softmax.h"),
+    ("operators/softmax/rows.cuh", "problems/softmax/softmax.h"),
     ("operators/product/plan.cuh", "common/lesson.h"),
     ("operators/product/plan.cuh", "operators/bench/clifford_unfused.cuh"),
     ("3_matmul_tensorcore.cu", "operators/product/product.cuh"),
     ("6_gating_fused.cu", "operators/gating/gating.h"),
-    ("checks/gating/gating.h", "operators/gating/rows.cuh"),
+    ("problems/gating/gating.h", "operators/gating/rows.cuh"),
     ("common/lesson.h", "primitives/launch.h"),
     ("cpu/execution/fiber.h", "common/device.h"),
 ])
@@ -89,7 +89,7 @@ def test_no_room_is_crowded():
 
 def test_a_program_links_what_it_includes():
     linked = linked_sources("6_gating_fused.cu")
-    assert "checks/gating/gating.cu" in linked and "common/lesson.cpp" in linked
+    assert "problems/gating/gating.cu" in linked and "common/lesson.cpp" in linked
     assert not any("softmax" in source or "clifford" in source for source in linked)
 
 

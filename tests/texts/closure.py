@@ -13,7 +13,7 @@ import sys
 sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "site_scons"))
 from includes import ROOT, closure, sources_of  # noqa: E402
 
-ROOMS = ("primitives", "operators", "checks", "common")
+ROOMS = ("primitives", "operators", "problems", "common")
 PLACE = re.compile(r"(<!-- closures -->\n).*?(<!-- /closures -->)", re.DOTALL)
 
 

@@ -184,7 +184,7 @@ def test_program_of_the_one_page_compiles(tmp_path):
 
 def test_files_that_are_named_exist():
     names = set(re.findall(r"`(\w[/\w.-]*\.(?:cu|cuh|h|py|md|sh|json|ipynb))`", ALL))
-    names |= set(re.findall(r"`((?:common|primitives|operators|checks|cpu|exercises|docs|results|tests|notebooks|slides|peers)/[\w./-]*)`", ALL))
+    names |= set(re.findall(r"`((?:common|primitives|operators|problems|cpu|exercises|docs|results|tests|notebooks|slides|peers)/[\w./-]*)`", ALL))
     assert len(names) >= 10
     for name in names - {"11_name.cu", "scale.cu", "slides/build/slides.html", "exercises/my/"}:
         assert (ROOT / name).exists(), name
