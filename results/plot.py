@@ -254,8 +254,8 @@ def draw_ladder(folder):
 
 
 def draw_roofline(folder):
-    """A kernel is a dot at (operations per least possible byte, TFLOP/s); the fastest of a problem
-    is a large one, with the lesson's number."""
+    """A kernel is a dot at (operations per least possible byte, TFLOP/s); the fastest of a problem is a large one. Of
+    a lesson those of its problems with the fewest and with the most operations have the lesson's number, too."""
     runs = [load(path) for path in sorted(folder.glob("*.json"))
             if path.stem == load(path)["lesson"]  # default sizes
             and "gpus" not in path.stem]  # which has the roofs of several GPUs
@@ -275,8 +275,8 @@ def draw_roofline(folder):
                 dots.append((*place, kernel["role"]))
                 ours = kernel["role"] == "ours"
                 key = (number, round(place[0], 1), problem["dtype"])
-                if ours and kernel["tflops"] > best.get(key, (0, 0))[1]:
-                    best[key] = place
+                if ours and kernel["tflops"] > best.get(key, (0, 0, 0))[1]:
+                    best[key] = (*place, problem["flops"])
     left, right = 0.1, 10000
     axes.set_xscale("log")
     rate_axis(axes)
@@ -286,9 +286,9 @@ def draw_roofline(folder):
     axes.set_ylim(0.03, 2.5 * max(peaks.values()))
     top = max(peaks.values())
     axes.plot([left, top / memory, right], [left * memory, top, top], color="black")
-    names = {rate: [] for rate in peaks.values()}
+    names = {round(rate): [] for rate in peaks.values()}  # those of fp16 and bf16 differ in a last digit
     for dtype in sorted(peaks, reverse=True):
-        names[peaks[dtype]].append(dtype)
+        names[round(peaks[dtype])].append(dtype)
     for rate, dtypes in names.items():
         axes.plot([rate / memory, right], [rate, rate], color="black", linewidth=1.5)
         tensor = "" if dtypes == ["fp32"] else " on tensor cores"
@@ -304,16 +304,21 @@ def draw_roofline(folder):
         points = [(x, y) for x, y, each in dots if each == role]
         if points:
             axes.scatter(*zip(*points), s=45, color=color, label=name, zorder=3)
-    fastest = [(x, y, number) for (number, *_), (x, y) in sorted(best.items())]
-    axes.scatter(*zip(*[(x, y) for x, y, _ in fastest]), s=60, color=VERMILLION, zorder=4)
-    axes.scatter([], [], s=320, color=VERMILLION, label="our fastest, and its lesson (B: bonus)")
+    axes.scatter(*zip(*[(x, y) for x, y, _ in best.values()]), s=60, color=VERMILLION, zorder=4)
+    axes.scatter([], [], s=320, color=VERMILLION, label="our fastest, and its lesson")
+    of_lesson = {}
+    for (number, *_), (x, y, flops) in best.items():
+        if number != "B":
+            of_lesson.setdefault(number, []).append((flops, x, y))
+    numbered = {(*find(dots, key=lambda dot: dot[0])[1:], number)
+                for number, dots in of_lesson.items() for find in (min, max)}
     axes.set_xlabel("operations per least possible byte")
     axes.set_ylabel("TFLOP/s")
     axes.set_title(f"Every kernel under its roof: {runs[0]['device']['name']}", loc="left")
     axes.legend(fontsize=14, loc="upper center", bbox_to_anchor=(0.5, -0.12), ncol=4,
                 columnspacing=1, handletextpad=0.2)
     figure.tight_layout()
-    number_dots(axes, fastest)
+    number_dots(axes, sorted(numbered, key=lambda dot: (dot[2], dot)))
     return svg_of(figure)
 
 
