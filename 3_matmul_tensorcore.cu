@@ -38,24 +38,26 @@
 //     cuBLAS fp16     the library, lesson 4; "cuBLASLt, best": the fastest that it has for this N
 //     wmma global     fragments straight from memory, through the C++ interface to tensor cores
 //     wmma shared     tiles in shared memory, padded rows
-//     ldmatrix        the instructions themselves, ldmatrix and mma.sync, and swizzled tiles
+//     swizzled tiles  the instructions themselves, ldmatrix and mma.sync, and no padding
 //     stages          the next tiles arrive while these are multiplied
 //     lean            addresses are worked out once, and tiles are larger
-//     mma.sync        the next fragments are loaded while these are multiplied
-//     wgmma           (Hopper) four warps multiply from shared memory; the copy engine (TMA) brings
+//     double buffering
+//                     the next fragments are loaded while these are multiplied
+//     one warpgroup   (Hopper) four warps multiply from shared memory; the copy engine (TMA) brings
 //                     the tiles
-//     specialized     (Hopper) one thread starts all copies, eight warps only multiply
-//     persistent      (Hopper) blocks stay for several tiles of C, which the copy engine stores
+//     warp specialization
+//                     (Hopper) one thread starts all copies, eight warps only multiply
+//     tile scheduler  (Hopper) blocks stay for several tiles of C, which the copy engine stores
 //     clusters        (Hopper) two blocks share the tiles of B that they copy
-//     patches         (Hopper) an order of tiles in which more of them share through the L2 cache
+//     rasterization   (Hopper) an order of tiles in which more of them share through the L2 cache
 //
 // All without (Hopper) need compute capability 7.5 or more (at 7.5 copies are synchronous). The CPU
 // backend runs all.
 //
 // At the first reading take n as a multiple of all tiles. Then whatever checks for the edges of a
 // matrix always finds that it is inside, kWhole, kAligned and kEven are true, and kWidth is 8. The
-// kernels down to *mma.sync* are the core path. Those for Hopper come after it, and have a first
-// reading of their own (see "Hopper: words").
+// kernels down to *double buffering* are the core path. Those for Hopper come after it, and have a
+// first reading of their own (see "Hopper: words").
 
 #include "primitives/async_copy.cuh"
 #include "primitives/hopper/pipeline.cuh"
@@ -195,14 +197,14 @@ __global__ void __launch_bounds__(32 * kWarpsM * kWarpsN)
 
 // ---- The order of blocks ------------------------------------------------------------------------
 
-// The kernels from *ldmatrix* to *mma.sync* take tiles in this order. Blocks start in the order of
-// their numbers, as many as fit on the GPU at a time, and share what they read through the L2
-// cache. If they took C row by row, those that run at the same time would read few rows of tiles of
-// A, but all of B. For example, at N = 4096 these are about 1024 rows of A and all 4096 columns of
-// B. In a square patch they are about 2048 of each. So kGroup rows of tiles form a band. The blocks
-// go down one column of the band, which is kGroup tiles, then down the next column. So the blocks
-// that run at the same time form a patch of C that is about square. For example, with kGroup = 8
-// blocks 0 to 7 have the tiles of column 0, blocks 8 to 15 those of column 1.
+// The kernels from *swizzled tiles* to *double buffering* take tiles in this order. Blocks start in
+// the order of their numbers, as many as fit on the GPU at a time, and share what they read through
+// the L2 cache. If they took C row by row, those that run at the same time would read few rows of
+// tiles of A, but all of B. For example, at N = 4096 these are about 1024 rows of A and all 4096
+// columns of B. In a square patch they are about 2048 of each. So kGroup rows of tiles form a band.
+// The blocks go down one column of the band, which is kGroup tiles, then down the next column. So
+// the blocks that run at the same time form a patch of C that is about square. For example, with
+// kGroup = 8 blocks 0 to 7 have the tiles of column 0, blocks 8 to 15 those of column 1.
 constexpr int kPatchRows = 2048;  // 132 multiprocessors with 256 x 128 each: about 2048 x 2048
 template <int kGroup>
 __device__ void tile_of_block(int tiles_m, int tiles_n, int& tile_m, int& tile_n) {
@@ -214,7 +216,7 @@ __device__ void tile_of_block(int tiles_m, int tiles_n, int& tile_m, int& tile_n
   tile_n = within / rows;
 }
 
-// ---- ldmatrix -----------------------------------------------------------------------------------
+// ---- swizzled tiles -----------------------------------------------------------------------------
 
 // The block's kThreads threads copy the kRows x kCols tile of `from` (n x n) at (row0, col0) to
 // shared memory, kWidth halves at a time; zeros where that is outside. swizzle<kCols>(row, col)
@@ -405,7 +407,7 @@ __global__ void __launch_bounds__(32 * kWarpsM * kWarpsN)
 // ---- lean ---------------------------------------------------------------------------------------
 
 // The sizes that follow from a choice of tiles. Shared memory is kStages pairs of a tile of A and a
-// tile of B; at the end of *mma.sync* the rounded tile of C takes their place.
+// tile of B; at the end of *double buffering* the rounded tile of C takes their place.
 template <int kBM, int kBN, int kBK, int kWarpsM, int kWarpsN, int kStages>
 struct MmaTiles {
   static constexpr int BM = kBM, BN = kBN, BK = kBK, kThreads = 32 * kWarpsM * kWarpsN;
@@ -554,7 +556,7 @@ __global__ void __launch_bounds__(32 * kWarpsM * kWarpsN, 1)
   }
 }
 
-// ---- mma.sync -----------------------------------------------------------------------------------
+// ---- double buffering ---------------------------------------------------------------------------
 
 // Fragments ahead: lesson 2's *ahead*, for tensor cores. There are two sets of fragments. While the
 // products of 16 of k are on the tensor cores, ldmatrix loads the fragments of the next 16. A step
@@ -683,12 +685,12 @@ __global__ void __launch_bounds__(32 * kWarpsM * kWarpsN, 1)
 // A warpgroup is 4 warps. HOPPER_CODE is 1 where the compiler takes Hopper's PTX.
 //
 // At the first reading believe what is said of the words below, and do not open primitives/hopper/.
-// Read *wgmma* and *specialized* line by line: there all waits are written out. In every kernel
-// look for two things: a loop over the steps that starts copies, and a loop over the steps that
-// multiplies. In *wgmma* they are the same loop. From *specialized* on they are in the two branches
-// of an `if`, which different warps take: the producer and the consumers. *persistent* puts a loop
-// over tiles around each of the two. *clusters* and *patches* differ from it in little more than
-// what their comments speak of.
+// Read *one warpgroup* and *warp specialization* line by line: there all waits are written out. In
+// every kernel look for two things: a loop over the steps that starts copies, and a loop over the
+// steps that multiplies. In *one warpgroup* they are the same loop. From *warp specialization* on
+// they are in the two branches of an `if`, which different warps take: the producer and the
+// consumers. *tile scheduler* puts a loop over tiles around each of the two. *clusters* and
+// *rasterization* differ from it in little more than what their comments speak of.
 //
 // An mbarrier is used again and again. Each use is a *phase*, which ends when as many threads have
 // arrived as the barrier was prepared for, and all announced bytes have come. Phases are counted
@@ -697,7 +699,7 @@ __global__ void __launch_bounds__(32 * kWarpsM * kWarpsN, 1)
 //
 // The words, from primitives/hopper/, below the first kernel that needs them:
 //
-//   *wgmma*
+//   *one warpgroup*
 //     Box                                   rows of 64 columns, what one tensor_load brings
 //     LeftTile, RightTile                   tiles of A and B in shared memory: one Box of BM rows,
 //                                           since a step has 64 of k; BN / 64 Boxes of 64 rows
@@ -719,10 +721,10 @@ __global__ void __launch_bounds__(32 * kWarpsM * kWarpsN, 1)
 //     wgmma_wait<n>()                       waits until all products are done but those of the n
 //                                           newest start_product()
 //     sum.row(i), sum.col(i)                where in the sum a thread's element i lies
-//   *specialized*
+//   *warp specialization*
 //     barrier_arrive(b)                     arrives at an mbarrier
 //     registers_shrink_to, _grow_to         how many registers each thread of a warpgroup has
-//   *persistent*
+//   *tile scheduler*
 //     Pipeline                              the stages with their barriers; prepare(pipeline, n)
 //                                           prepares these: n arrivals say that a stage is empty
 //     alone.meet()                          a barrier for the block
@@ -771,7 +773,7 @@ __device__ void store_sum(const Sum<kCols>& sum, half* C, int row0, int col0, in
 }
 #endif
 
-// ---- wgmma --------------------------------------------------------------------------------------
+// ---- one warpgroup ------------------------------------------------------------------------------
 
 // Three things are new at once, because they need each other:
 //
@@ -790,8 +792,8 @@ __device__ void store_sum(const Sum<kCols>& sum, half* C, int row0, int col0, in
 // nobody reads the stage any more, and one thread has it filled again, with the tiles of the step
 // that is kStages further on.
 //
-// Tiles are taken row by row here and in *specialized*, column by column in *persistent* and
-// *clusters*. *patches* takes them in groups again.
+// Tiles are taken row by row here and in *warp specialization*, column by column in *tile
+// scheduler* and *clusters*. *rasterization* takes them in groups again.
 template <int kStages>
 __global__ void __launch_bounds__(128)
     matmul_wgmma(const __grid_constant__ CUtensorMap A, const __grid_constant__ CUtensorMap B,
@@ -835,7 +837,7 @@ __global__ void __launch_bounds__(128)
 #endif
 }
 
-// ---- specialized --------------------------------------------------------------------------------
+// ---- warp specialization ------------------------------------------------------------------------
 
 // The warpgroup above stops in every step: it waits until its products are done, and has the stage
 // filled again. Here the work is divided. A block is three warpgroups. One is the producer, which
@@ -917,9 +919,9 @@ __global__ void __launch_bounds__(384, 1)
 #endif
 }
 
-// ---- persistent ---------------------------------------------------------------------------------
+// ---- tile scheduler -----------------------------------------------------------------------------
 
-// First, what *specialized* does in a step has names from here on:
+// First, what *warp specialization* does in a step has names from here on:
 //   - `writer.put` is a step of the producer: it waits until the next stage is empty, announces the
 //     stage's bytes, and starts its copies.
 //   - `reader.take` is a step of a consumer: it waits until the next stage is full, starts the
@@ -1134,7 +1136,7 @@ __global__ void HOPPER_CLUSTER(2) __launch_bounds__(384, 1)
 #endif
 }
 
-// ---- patches ------------------------------------------------------------------------------------
+// ---- rasterization ------------------------------------------------------------------------------
 
 // Another order of tiles. By now the tensor cores wait so seldom that the card reaches the limit of
 // its power, and its clock falls. From here on it matters less when a byte arrives than how much
@@ -1289,12 +1291,12 @@ void add_wmma_shared(Problem& square, Buffer<half> A, Buffer<half> B, Buffer<hal
   });
 }
 
-// 128 x 128 tiles, 32 of k: *ldmatrix* and *stages*.
+// 128 x 128 tiles, 32 of k: *swizzled tiles* and *stages*.
 template <int kWidth>
 void add_small_mma(Problem& square, Buffer<half> A, Buffer<half> B, Buffer<half> C, int n) {
   using Tiles = MmaTiles<128, 128, 32, 2, 4, 3>;
   constexpr int kBytes = Tiles::kStage * sizeof(half);
-  square.kernel("ldmatrix", Role::ours, [=] {
+  square.kernel("swizzled tiles", Role::ours, [=] {
     matmul_ldmatrix<128, 128, 32, 2, 4, kWidth>
         <<<Tiles::blocks(n), Tiles::kThreads, kBytes>>>(A, B, C, n);
   });
@@ -1304,8 +1306,8 @@ void add_small_mma(Problem& square, Buffer<half> A, Buffer<half> B, Buffer<half>
   });
 }
 
-// Adds *ldmatrix* and *stages* as above, and *lean* and *mma.sync*, both with the tiles that the
-// parameters say.
+// Adds *swizzled tiles* and *stages* as above, and *lean* and *double buffering*, both with the
+// tiles that the parameters say.
 template <int BM, int BN, int BK, int kWarpsM, int kWarpsN, int kStages, int kWidth>
 void add_mma(Problem& square, Buffer<half> A, Buffer<half> B, Buffer<half> C, int n) {
   add_small_mma<kWidth>(square, A, B, C, n);
@@ -1322,7 +1324,7 @@ void add_mma(Problem& square, Buffer<half> A, Buffer<half> B, Buffer<half> C, in
   allow_shared_bytes(matmul_mma<BM, BN, BK, kWarpsM, kWarpsN, kStages, kWidth>,
                      Tiles::kSharedBytes);
   square
-      .kernel("mma.sync", Role::ours,
+      .kernel("double buffering", Role::ours,
               [=] {
                 matmul_mma<BM, BN, BK, kWarpsM, kWarpsN, kStages, kWidth>
                     <<<Tiles::blocks(n), Tiles::kThreads, Tiles::kSharedBytes>>>(A, B, C, n);
@@ -1344,7 +1346,7 @@ void add_persistent(Problem& square, Buffer<half> A, Buffer<half> B, Buffer<half
   allow_shared_bytes(matmul_persistent<kStages, kBuffers>, kBytes);
   const unsigned blocks = persistent(int64_t{tiles.x} * tiles.y, device.sms);
   square
-      .kernel("persistent", Role::ours,
+      .kernel("tile scheduler", Role::ours,
               [=] {
                 const CUtensorMap a = map_of(A, n, 128);
                 const CUtensorMap b = map_of(B, n, kStepK);
@@ -1375,7 +1377,7 @@ void add_persistent(Problem& square, Buffer<half> A, Buffer<half> B, Buffer<half
   const bool in_step = patch_bytes > device.l2_bytes;
   const auto progress = square.workspace<unsigned>(1);
   square
-      .kernel("patches", Role::ours,
+      .kernel("rasterization", Role::ours,
               [=] {
                 const CUtensorMap a = map_of(A, n, 128);
                 const CUtensorMap b = map_of(B, n, kStepK);
@@ -1393,7 +1395,7 @@ void add_hopper_kernels(Problem& square, Buffer<half> A, Buffer<half> B, Buffer<
   constexpr int kWgmmaBytes = 3 * sizeof(Stage<128, 128>);
   allow_shared_bytes(matmul_wgmma<3>, kWgmmaBytes);
   square
-      .kernel("wgmma", Role::ours,
+      .kernel("one warpgroup", Role::ours,
               [=] {
                 const CUtensorMap a = map_of(A, n, 128);
                 const CUtensorMap b = map_of(B, n, kStepK);
@@ -1405,7 +1407,7 @@ void add_hopper_kernels(Problem& square, Buffer<half> A, Buffer<half> B, Buffer<
   constexpr int kSpecializedBytes = 4 * sizeof(Stage<128, 256>);
   allow_shared_bytes(matmul_specialized<4>, kSpecializedBytes);
   square
-      .kernel("specialized", Role::ours,
+      .kernel("warp specialization", Role::ours,
               [=] {
                 const CUtensorMap a = map_of(A, n, 128);
                 const CUtensorMap b = map_of(B, n, kStepK);
@@ -1467,12 +1469,13 @@ int main(int argc, char** argv) {
         "kernels for Hopper are left out.");
   }
   square.compare("wmma shared", "wmma global", "Tiles in shared memory: % times as fast.");
-  square.compare("mma.sync", "wmma shared",
+  square.compare("double buffering", "wmma shared",
                  "Tiles and fragments loaded in advance, few other instructions: % times as fast.");
-  square.compare("wgmma", "mma.sync",
+  square.compare("one warpgroup", "double buffering",
                  "The copy engine, and products of a whole warpgroup: % times as fast.");
-  square.compare("patches", "wgmma",
-                 "Specialists, clusters, and blocks that stay: % times as fast.");
-  square.compare("patches", "cuBLASLt, best", "The last kernel runs at % of cuBLASLt's rate.");
+  square.compare("rasterization", "one warpgroup",
+                 "Specialized warps, clusters, and blocks that stay: % times as fast.");
+  square.compare("rasterization", "cuBLASLt, best",
+                 "The last kernel runs at % of cuBLASLt's rate.");
   return lesson.run();
 }

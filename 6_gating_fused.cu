@@ -19,16 +19,16 @@
 //     tensor cores             tiles in shared memory, products by WMMA
 //     async tiles              the next tiles arrive (cp.async) while these are multiplied
 //     resident weights         the weights fit on chip: blocks stay, keep them, and x streams by
-//     Hopper resident          the same with TMA and wgmma: one warpgroup copies, four compute
-//     Hopper cluster           lesson 3's product of a cluster, with two weights and the gate
+//     warp specialization      the same with TMA and wgmma: one warpgroup copies, four compute
+//     clusters                 lesson 3's product of a cluster, with two weights and the gate
 //
 // "resident weights" needs compute capability 8.0 (for its shared memory), the last two need 9.0,
 // the others 7.5 (there copies are synchronous). The CPU backend runs all.
 //
 // Two tables: the layer, M = 1024 N rows of K = 128 channels to H = 64 hidden, limited by memory;
 // and a square one, N x N x N, limited by tensor cores. The resident kernels are in the first, if K
-// is at most 128. "Hopper cluster" is in the second, and in the first if K is larger. The two rows
-// that are named after Hopper need K and H to be multiples of 8: rows aligned to 16 bytes.
+// is at most 128. "clusters" is in the second, and in the first if K is larger. The two last
+// rows need K and H to be multiples of 8: rows aligned to 16 bytes.
 
 #include <deque>
 
@@ -294,7 +294,7 @@ __global__ void __launch_bounds__(Tiles::kThreads) gating_resident(GatingOperand
   }
 }
 
-// ---- Hopper resident ----------------------------------------------------------------------------
+// ---- warp specialization ------------------------------------------------------------------------
 
 // The last kernels use what lesson 3's last kernels introduce: the copy engine (TMA), barriers in
 // shared memory (mbarrier), products of a warpgroup (wgmma), and the words around them: Writer,
@@ -462,15 +462,16 @@ __global__ void __launch_bounds__(kResidentThreads, 1)
 #endif
 }
 
-// ---- Hopper cluster -----------------------------------------------------------------------------
+// ---- clusters -----------------------------------------------------------------------------------
 
-// Lesson 3's *patches* with another epilogue: 128 x 256 tiles in clusters of two blocks, one below
-// the other. K and H are multiples of 8. To fuse takes two changes. The right factor is W1 and W2
-// side by side: half of a tile's columns are of W1, and the same columns of W2 are the other half.
-// So a consumer's sum of 64 x 256 is two sums of 64 x 128, gate and value of an element in one
-// thread. Of the two blocks, which share a tile of this factor, one brings W1's half and the other
-// W2's. And what is stored is the gated result, which has half as many columns: 64 x 128 of each
-// consumer, in two boxes. That leaves room for four stages. (Here clusters need not keep in step.)
+// Lesson 3's *rasterization* with another epilogue: 128 x 256 tiles in clusters of two blocks, one
+// below the other. K and H are multiples of 8. To fuse takes two changes. The right factor is W1
+// and W2 side by side: half of a tile's columns are of W1, and the same columns of W2 are the other
+// half. So a consumer's sum of 64 x 256 is two sums of 64 x 128, gate and value of an element in
+// one thread. Of the two blocks, which share a tile of this factor, one brings W1's half and the
+// other W2's. And what is stored is the gated result, which has half as many columns: 64 x 128 of
+// each consumer, in two boxes. That leaves room for four stages. (Here clusters need not keep in
+// step.)
 struct ClusterShared {
   static constexpr int BM = 128, BH = 128, kStages = 4;  // of out; twice as many columns of the sum
   struct Stage {
@@ -621,7 +622,7 @@ CUtensorMap map_of(const half* matrix, int64_t rows, int64_t cols, unsigned box_
   return tensor_map<half>(matrix, rows, cols, box_rows, false, cols, reads);
 }
 
-// Adds "Hopper resident": K and H are multiples of 8, and K is at most kMaxChannels.
+// Adds "warp specialization": K and H are multiples of 8, and K is at most kMaxChannels.
 void add_hopper_resident(GatingProblem& table, const Device& device) {
   constexpr int kBytes = sizeof(ResidentShared);
   allow_shared_bytes(gating_hopper_resident, kBytes);
@@ -636,10 +637,12 @@ void add_hopper_resident(GatingProblem& table, const Device& device) {
     const CUtensorMap out = map_of(table.out, M, H, 16, Reads::once);
     gating_hopper_resident<<<grid, kResidentThreads, kBytes>>>(x, W1, W2, out, table.operands());
   };
-  table.problem.kernel("Hopper resident", Role::ours, launch).needs_shared(kBytes).hopper_only();
+  table.problem.kernel("warp specialization", Role::ours, launch)
+      .needs_shared(kBytes)
+      .hopper_only();
 }
 
-// Adds "Hopper cluster": K and H are multiples of 8.
+// Adds "clusters": K and H are multiples of 8.
 void add_hopper_cluster(GatingProblem& table) {
   using Shared = ClusterShared;
   constexpr int kBytes = sizeof(Shared);
@@ -656,7 +659,7 @@ void add_hopper_cluster(GatingProblem& table) {
     gating_hopper_cluster<<<2 * clusters, kClusterThreads, kBytes>>>(x, W1, W2, out,
                                                                      table.operands());
   };
-  table.problem.kernel("Hopper cluster", Role::ours, launch).needs_shared(kBytes).hopper_only();
+  table.problem.kernel("clusters", Role::ours, launch).needs_shared(kBytes).hopper_only();
 }
 
 int main(int argc, char** argv) {
@@ -706,10 +709,10 @@ int main(int argc, char** argv) {
 
   layer.problem.compare("resident weights", "cuBLASLt + one kernel",
                         "Layer, beside the library: resident weights, % times as fast.");
-  layer.problem.compare("Hopper resident", "cuBLASLt + one kernel",
+  layer.problem.compare("warp specialization", "cuBLASLt + one kernel",
                         "Layer, beside the library: with TMA and wgmma, % times as fast.");
   square.problem.compare(
-      "Hopper cluster", "cuBLASLt + one kernel",
+      "clusters", "cuBLASLt + one kernel",
       "Square, beside the library: lesson 3's product and gate, % times as fast.");
   return lesson.run();
 }

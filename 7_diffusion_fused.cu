@@ -94,7 +94,7 @@ using Operands = DiffusionOperands;
 // Pass::backward)`, and whatever is named time_sum, time_sums or time_rows: these are for dTimes.
 //
 // The words, from primitives/:
-//   - load_left and load_right load fragments by ldmatrix, as lesson 3's *ldmatrix* does.
+//   - load_left and load_right load fragments by ldmatrix, as lesson 3's *swizzled tiles* does.
 //     load_left_transposed takes a factor that lies transposed in shared memory.
 //   - Sums are a warp's results, in registers. add_product is the loop of mma.sync over them.
 //     for_pairs calls a function for each two neighbours of them.

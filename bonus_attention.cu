@@ -21,9 +21,11 @@
 //     library      cuBLAS, a softmax, cuBLAS: logits and probabilities go through memory
 //     cuDNN        NVIDIA's fused kernel, where the library is found: the one to beat
 //     rows         a block a row of Q: fused, easy and slow; every block reads all of K and V
-//     mma.sync     32 rows of Q to a warp. The probabilities become the left factor of the second
+//     tensor cores
+//                  32 rows of Q to a warp. The probabilities become the left factor of the second
 //                  product in the registers in which the first has left them
-//     Hopper       the copy engine brings K and V, warpgroups multiply (lesson 3's *specialized*)
+//     warp specialization
+//                  the copy engine brings K and V, warpgroups multiply (as in lesson 3)
 //     ping-pong    two warpgroups take turns: while one multiplies, the other computes exponentials
 //     overlap      while a consumer computes exponentials, its own results are still multiplied
 //     rare factors what has been summed up is scaled only where a maximum has grown by a lot
@@ -137,7 +139,7 @@ __global__ void __launch_bounds__(32 * kRowWarps) attention_rows(Operands<T> in)
   }
 }
 
-// ---- mma.sync -----------------------------------------------------------------------------------
+// ---- tensor cores -------------------------------------------------------------------------------
 
 constexpr float kLog2E = 1.44269504088896340736f, kLn2 = 0.693147180559945309417f;
 
@@ -332,7 +334,7 @@ __global__ void __launch_bounds__(MmaTile<kWidth>::kThreads) attention_mma(Opera
                                      });
 }
 
-// ---- Hopper -------------------------------------------------------------------------------------
+// ---- warp specialization ------------------------------------------------------------------------
 
 // A block owns 128 rows of Q of a head. Its producer has the copy engine bring them, and then tiles
 // of K and V, one after the other, to the stages of one pipeline: a stage is a tile of K or of V.
@@ -1234,7 +1236,7 @@ struct Table : AttentionProblem<T> {
     using Mma = MmaTile<kWidth>;
     allow_shared_bytes(attention_mma<T, kWidth>, Mma::kBytes);
     const dim3 mma_grid = grid(Mma::kRows);
-    this->kernel("mma.sync", Role::ours,
+    this->kernel("tensor cores", Role::ours,
                  [=, this] {
                    attention_mma<T, kWidth><<<mma_grid, Mma::kThreads, Mma::kBytes>>>(operands());
                  })
@@ -1247,7 +1249,7 @@ struct Table : AttentionProblem<T> {
     allow_shared_bytes(attention_ping_pong<T, kWidth>, kBytes);
     allow_shared_bytes(attention_overlap<T, kWidth, false>, kBytes);
     allow_shared_bytes(attention_overlap<T, kWidth, true>, kBytes);
-    this->kernel("Hopper", Role::ours,
+    this->kernel("warp specialization", Role::ours,
                  [this] {
                    attention_hopper<T, kWidth><<<grid(Tile::kRows), 384, kBytes>>>(
                        maps(Tile::kRows, Tile::kKeys), operands());
@@ -1349,7 +1351,7 @@ void add_table(Lesson& lesson, cublasHandle_t blas, const std::string& type, Att
       lesson.note("These kernels have widths of 64, 128 and 256. operators/ has others.");
   }
   Problem& problem = table->problem;
-  problem.compare("overlap", "Hopper",
+  problem.compare("overlap", "warp specialization",
                   name + ": turns, and products beside exponentials: % times as fast.");
   problem.compare("tile scheduler", "cuDNN", name + ": the last kernel runs at % of cuDNN's rate.");
 }
