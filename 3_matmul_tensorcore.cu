@@ -35,27 +35,28 @@
 // B is row-major, where neighbours in memory are in one row. ldmatrix can transpose each 8 x 8
 // matrix on its way to the registers (.trans), at no cost; no transposed copy of B is needed.
 //
-//     cuBLAS fp16     the library, lesson 4; "cuBLASLt, best": the fastest that it has for this N
-//     wmma global     fragments straight from memory, through the C++ interface to tensor cores
-//     wmma shared     tiles in shared memory, padded rows
-//     ldmatrix        the instructions themselves, ldmatrix and mma.sync, and swizzled tiles
-//     stages          the next tiles arrive while these are multiplied
-//     lean            addresses are worked out once, and tiles are larger
-//     mma.sync        the next fragments are loaded while these are multiplied
-//     wgmma           (Hopper) four warps multiply from shared memory; the copy engine (TMA) brings
-//                     the tiles
-//     specialized     (Hopper) one thread starts all copies, eight warps only multiply
-//     persistent      (Hopper) blocks stay for several tiles of C, which the copy engine stores
-//     clusters        (Hopper) two blocks share the tiles of B that they copy
-//     patches         (Hopper) an order of tiles in which more of them share through the L2 cache
+//     cuBLAS fp16          the library, lesson 4; "cuBLASLt, best": the fastest that it has
+//     wmma global          fragments straight from memory, through the C++ interface
+//     wmma shared          tiles in shared memory, padded rows
+//     swizzled tiles       the instructions themselves, ldmatrix and mma.sync, and no padding
+//     stages               the next tiles arrive while these are multiplied
+//     lean                 addresses are worked out once, and tiles are larger
+//     double buffering     the next fragments are loaded while these are multiplied
+//     one warpgroup        (Hopper) four warps multiply from shared memory; the copy engine (TMA)
+//                          brings the tiles
+//     warp specialization  (Hopper) one thread starts all copies, eight warps only multiply
+//     tile scheduler       (Hopper) blocks stay for several tiles of C, which TMA stores
+//     clusters             (Hopper) two blocks share the tiles of B that they copy
+//     rasterization        (Hopper) an order of tiles in which more of them share through the L2
+//                          cache
 //
 // All without (Hopper) need compute capability 7.5 or more (at 7.5 copies are synchronous). The CPU
 // backend runs all.
 //
 // At the first reading take n as a multiple of all tiles. Then whatever checks for the edges of a
 // matrix always finds that it is inside, kWhole, kAligned and kEven are true, and kWidth is 8. The
-// kernels down to *mma.sync* are the core path. Those for Hopper come after it, and have a first
-// reading of their own (see "Hopper: words").
+// kernels down to *double buffering* are the core path. Those for Hopper come after it, and have a
+// first reading of their own (see "How to read the kernels for Hopper").
 
 #include "primitives/async_copy.cuh"
 #include "primitives/hopper/pipeline.cuh"
@@ -69,6 +70,23 @@
 using namespace problems;
 using namespace primitives;
 
+// The helpers of primitives/ that the kernels of the core path call. (copy_tile, copies_ahead,
+// swizzle and store_rounded are explained where they are first used.)
+//
+//     copy_async<bytes>(to, from, inside)  starts a copy from memory to shared memory; if not
+//                                          inside, zeros are written. A thread closes what it has
+//                                          started as a group by copy_async_commit(), and
+//                                          copy_async_wait<n>() waits for all groups but the n
+//                                          newest, as in lesson 2
+//     ldmatrix_x4(m, row)                  one ldmatrix: loads four 8 x 8 matrices, a register of
+//                                          the lane each; ldmatrix_x4_trans transposes each
+//     mma_m16n8k16<half>(s, a, b0, b1)     one mma.sync: s (16 x 8) += a (16 x 16) b (16 x 8)
+//     pack2<half>(left, right)             two numbers, rounded to fp16, in one register
+//     store_halves<aligned>(C, row, col,   stores 8 neighbours of a row of C, `data`, but not those
+//                  rows, cols, data)       outside of C
+//     allow_shared_bytes(kernel, bytes)    lets blocks of the kernel have more than 48 KB of shared
+//                                          memory
+
 // ---- wmma global --------------------------------------------------------------------------------
 
 // FragmentA, FragmentB and FragmentSum (primitives/wmma_fragments.cuh) are 16 x 16 matrices that
@@ -78,8 +96,8 @@ using namespace primitives;
 
 // Loads the 16 x 16 elements of `from` (row-major, n x n) at (row0, col0). WMMA reads whole
 // fragments, of rows that start at multiples of 32 bytes. With kWhole (n a multiple of 16) that is
-// what memory has. Otherwise the warp copies them to `corner` first, its own 16 x 16 halves of
-// shared memory, 8 a lane, with zeros for what is outside.
+// what memory has. Otherwise the warp copies them to `corner` first, its own place for 16 x 16
+// elements in shared memory, 8 a lane, with zeros for what is outside.
 template <bool kWhole, typename Fragment>
 __device__ void load_global(Fragment& fragment, const half* from, int row0, int col0, int n,
                             half* corner) {
@@ -133,10 +151,11 @@ __global__ void __launch_bounds__(32 * kSide * kSide)
 
 // ---- wmma shared --------------------------------------------------------------------------------
 
-// Lesson 2's tiles. A block of kWarpsM x kWarpsN warps owns BM x BN elements of C. In a step of BK
-// it loads a tile of A and one of B into shared memory, once for all its warps. Then each warp
+// Lesson 2's tiles. A block of kWarpsM x kWarpsN warps owns a tile of C, BM x BN elements. It goes
+// along k in slices: a slice is BK of k, and takes one step. In a step the block loads a tile of A,
+// BM x BK, and one of B, BK x BN, into shared memory, once for all its warps. Then each warp
 // multiplies its 16 * kRows rows by its 16 * kCols columns: it loads kRows + kCols fragments for
-// kRows * kCols products. The rows of the tiles are 8 halves longer than their data, so that the
+// kRows * kCols products. The rows of the tiles are 8 elements longer than their data, so that the
 // rows of one fragment start on different banks.
 //
 // There are two barriers a step: one when the tiles are there, and one when nobody reads them any
@@ -195,15 +214,16 @@ __global__ void __launch_bounds__(32 * kWarpsM * kWarpsN)
 
 // ---- The order of blocks ------------------------------------------------------------------------
 
-// The kernels from *ldmatrix* to *mma.sync* take tiles in this order. Blocks start in the order of
-// their numbers, as many as fit on the GPU at a time, and share what they read through the L2
-// cache. If they took C row by row, those that run at the same time would read few rows of tiles of
-// A, but all of B. For example, at N = 4096 these are about 1024 rows of A and all 4096 columns of
-// B. In a square patch they are about 2048 of each. So kGroup rows of tiles form a band. The blocks
-// go down one column of the band, which is kGroup tiles, then down the next column. So the blocks
-// that run at the same time form a patch of C that is about square. For example, with kGroup = 8
-// blocks 0 to 7 have the tiles of column 0, blocks 8 to 15 those of column 1.
-constexpr int kPatchRows = 2048;  // 132 multiprocessors with 256 x 128 each: about 2048 x 2048
+// The kernels from *swizzled tiles* to *double buffering* take tiles in this order. (The field
+// calls the order of tiles rasterization.) Blocks start in the order of their numbers, as many as
+// fit on the GPU at a time, and share what they read through the L2 cache. If they took C row by
+// row, those that run at the same time would read few rows of tiles of A, but all of B. For
+// example, at N = 4096 these are about 1024 rows of A and all 4096 columns of B. If the tiles of
+// those blocks form a square, these are about 2048 of each. So kGroup rows of tiles form a group.
+// The blocks go down one column of the group, which is kGroup tiles, then down the next column. For
+// example, with kGroup = 8 blocks 0 to 7 have the tiles of column 0, blocks 8 to 15 those of column
+// 1.
+constexpr int kPatchRows = 2048;  // 132 multiprocessors, 256 x 128 each: a square of about 2048
 template <int kGroup>
 __device__ void tile_of_block(int tiles_m, int tiles_n, int& tile_m, int& tile_n) {
   const int group_size = kGroup * tiles_n;
@@ -214,11 +234,12 @@ __device__ void tile_of_block(int tiles_m, int tiles_n, int& tile_m, int& tile_n
   tile_n = within / rows;
 }
 
-// ---- ldmatrix -----------------------------------------------------------------------------------
+// ---- swizzled tiles -----------------------------------------------------------------------------
 
 // The block's kThreads threads copy the kRows x kCols tile of `from` (n x n) at (row0, col0) to
-// shared memory, kWidth halves at a time; zeros where that is outside. swizzle<kCols>(row, col)
-// (primitives/mma.cuh) is where an element lies: in its own row, but the pieces of 16 bytes have
+// shared memory, kWidth elements at a time; zeros where that is outside. swizzle<kCols>(row, col)
+// (primitives/mma.cuh) is where an element lies. A piece is 16 bytes of a row, 8 elements. A
+// swizzle leaves each element in its own row and in its own piece, but the pieces of a row have
 // changed places, in each row differently. With rows of 64 columns, piece p of row r lies at place
 // p ^ (r % 8). Then the same piece of 8 rows lies on 8 different groups of banks. So neither these
 // copies nor ldmatrix meet a bank twice, and no row needs padding. (Rows of 32 columns have only
@@ -280,13 +301,13 @@ __device__ void store_pair(half* C, int row, int col, int n, float left, float r
 // right factor of one product, and matrices 2 and 3 are that of the next. The right factor of
 // product j is in registers 2 * (j % 2) and 2 * (j % 2) + 1 of b[j / 2].
 //
-// kWidth: how many halves a copy moves; rows of the matrices are aligned to that. 8: n is a
+// kWidth: how many elements a copy moves; rows of the matrices are aligned to that. 8: n is a
 // multiple of 8, 16 bytes; 2: n is even; 1: any n, copied through registers.
 template <int BM, int BN, int BK, int kWarpsM, int kWarpsN, int kWidth>
 __global__ void __launch_bounds__(32 * kWarpsM * kWarpsN)
     matmul_ldmatrix(const half* A, const half* B, half* C, int n) {
   constexpr int kThreads = 32 * kWarpsM * kWarpsN;
-  constexpr int WM = BM / kWarpsM, WN = BN / kWarpsN;  // a warp's part of the tile of C
+  constexpr int WM = BM / kWarpsM, WN = BN / kWarpsN;  // a warp's tile
   extern __shared__ __align__(128) half mma_tiles[];
   half *a_tile = mma_tiles, *b_tile = a_tile + BM * BK;
   const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
@@ -339,8 +360,9 @@ __global__ void __launch_bounds__(32 * kWarpsM * kWarpsN)
 
 // ---- stages -------------------------------------------------------------------------------------
 
-// The same, but kStages pairs of tiles are in shared memory: the tensor cores work on one while the
-// next are on their way. It is lesson 2's *async*, whose loop has a name: copies_ahead
+// The same, but there are kStages stages in shared memory. A stage has room for the two tiles of
+// one step, of A and of B: the tensor cores work on one stage while the copies for the next ones
+// are on their way. It is lesson 2's *async*, whose loop has a name: copies_ahead
 // (primitives/async_copy.cuh). It starts the copies of the first kStages - 1 steps, each closed as
 // a group. next() waits for a step's group, waits for the whole block at the step's only barrier,
 // and starts the copies of the step that is kStages - 1 further on.
@@ -348,7 +370,7 @@ template <int BM, int BN, int BK, int kWarpsM, int kWarpsN, int kStages, int kWi
 __global__ void __launch_bounds__(32 * kWarpsM * kWarpsN)
     matmul_stages(const half* A, const half* B, half* C, int n) {
   constexpr int kThreads = 32 * kWarpsM * kWarpsN;
-  constexpr int WM = BM / kWarpsM, WN = BN / kWarpsN;  // a warp's part of the tile of C
+  constexpr int WM = BM / kWarpsM, WN = BN / kWarpsN;  // a warp's tile
   extern __shared__ __align__(128) half mma_tiles[];
   const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
   const int warp_row = warp / kWarpsN * WM, warp_col = warp % kWarpsN * WN;
@@ -404,12 +426,12 @@ __global__ void __launch_bounds__(32 * kWarpsM * kWarpsN)
 
 // ---- lean ---------------------------------------------------------------------------------------
 
-// The sizes that follow from a choice of tiles. Shared memory is kStages pairs of a tile of A and a
-// tile of B; at the end of *mma.sync* the rounded tile of C takes their place.
+// The sizes that follow from a choice of tiles. Shared memory is kStages stages; at the end of
+// *double buffering* the rounded tile of C takes their place.
 template <int kBM, int kBN, int kBK, int kWarpsM, int kWarpsN, int kStages>
 struct MmaTiles {
   static constexpr int BM = kBM, BN = kBN, BK = kBK, kThreads = 32 * kWarpsM * kWarpsN;
-  static constexpr int kTileA = BM * BK, kTileB = BK * BN, kStage = kTileA + kTileB;  // halves
+  static constexpr int kTileA = BM * BK, kTileB = BK * BN, kStage = kTileA + kTileB;  // elements
   static constexpr int kHalves = kStages * kStage > BM* BN ? kStages* kStage : BM* BN;
   static constexpr int kSharedBytes = kHalves * sizeof(half);
   static int blocks(int64_t n) {
@@ -417,7 +439,7 @@ struct MmaTiles {
   }
 };
 
-// A thread's part in copying tiles, kWidth halves at a time. With one copy each, the block's
+// What a thread copies of the tiles, kWidth elements at a time. With one copy each, the block's
 // threads cover kRowsA rows of the tile of A, or kRowsB rows of that of B. Addresses are worked out
 // once. Rows and columns outside of the matrix are replaced by the last ones inside: their sums are
 // never stored, so these may be anything. Only along k, which is summed over, zeros are needed.
@@ -502,7 +524,7 @@ __global__ void __launch_bounds__(32 * kWarpsM * kWarpsN, 1)
     matmul_lean(const half* __restrict__ A, const half* __restrict__ B, half* __restrict__ C,
                 int n) {
   using Tiles = MmaTiles<BM, BN, BK, kWarpsM, kWarpsN, kStages>;
-  constexpr int WM = BM / kWarpsM, WN = BN / kWarpsN;  // a warp's part of the tile of C
+  constexpr int WM = BM / kWarpsM, WN = BN / kWarpsN;  // a warp's tile
   extern __shared__ __align__(128) half mma_tiles[];
   const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
   const int warp_row = warp / kWarpsN * WM, warp_col = warp % kWarpsN * WN;
@@ -554,11 +576,13 @@ __global__ void __launch_bounds__(32 * kWarpsM * kWarpsN, 1)
   }
 }
 
-// ---- mma.sync -----------------------------------------------------------------------------------
+// ---- double buffering ---------------------------------------------------------------------------
 
-// Fragments ahead: lesson 2's *ahead*, for tensor cores. There are two sets of fragments. While the
-// products of 16 of k are on the tensor cores, ldmatrix loads the fragments of the next 16. A step
-// has BK = 64 of k, so four times:
+// Lesson 2's *ahead*, for tensor cores. Double buffering means that there are two buffers for the
+// same thing: one is filled while the other is read. (*stages* does it with tiles in shared memory,
+// and has more than two.) Here each of the two buffers is registers for the fragments of 16 of k.
+// While the products of these are on the tensor cores, ldmatrix loads the fragments of the next 16
+// into the other buffer. A step has BK = 64 of k, so four times:
 //
 //     products of k =        0           16           32           48
 //     meanwhile loaded:     16           32           48     0 of the next step
@@ -575,8 +599,8 @@ __global__ void __launch_bounds__(32 * kWarpsM * kWarpsN, 1)
     matmul_mma(const half* __restrict__ A, const half* __restrict__ B, half* __restrict__ C,
                int n) {
   using Tiles = MmaTiles<BM, BN, BK, kWarpsM, kWarpsN, kStages>;
-  constexpr int WM = BM / kWarpsM, WN = BN / kWarpsN;  // a warp's part of the tile of C
-  static_assert(BK % 32 == 0, "the two sets of fragments alternate within a step");
+  constexpr int WM = BM / kWarpsM, WN = BN / kWarpsN;  // a warp's tile
+  static_assert(BK % 32 == 0, "the two buffers of fragments alternate within a step");
   extern __shared__ __align__(128) half mma_tiles[];
   const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
   const int warp_row = warp / kWarpsN * WM, warp_col = warp % kWarpsN * WN;
@@ -590,19 +614,19 @@ __global__ void __launch_bounds__(32 * kWarpsM * kWarpsN, 1)
   typename Copies::Offsets offsets;
   Copies copies(A, B, row0, col0, n, offsets);
 
-  // Two sets of fragments.
+  // Two buffers of fragments.
   unsigned a[2][WM / 16][4], b[2][WN / 16][4];
   const int a_lane = swizzle<BK>(warp_row + lane % 16, lane / 16 * 8);
   const int b_lane = Tiles::kTileA + swizzle<BN>(lane % 16, warp_col + lane / 16 * 8);
   const auto load_fragments = [&](const half* tiles, int k) {
-    const int set = k / 16 % 2;
+    const int buffer = k / 16 % 2;
 #pragma unroll
     for (int i = 0; i < WM / 16; ++i) {
-      ldmatrix_x4(a[set][i], tiles + (a_lane ^ k) + i * 16 * BK);
+      ldmatrix_x4(a[buffer][i], tiles + (a_lane ^ k) + i * 16 * BK);
     }
 #pragma unroll
     for (int j = 0; j < WN / 16; ++j) {
-      ldmatrix_x4_trans(b[set][j], tiles + (b_lane ^ j * 16) + k * BN);
+      ldmatrix_x4_trans(b[buffer][j], tiles + (b_lane ^ j * 16) + k * BN);
     }
   };
 
@@ -638,7 +662,7 @@ __global__ void __launch_bounds__(32 * kWarpsM * kWarpsN, 1)
         writing += Tiles::kStage;
         if (writing == end) writing = mma_tiles;
       }
-      const int set = k / 16 % 2;
+      const int buffer = k / 16 % 2;
       // Along a row of `sum`, then back along the next one. So where the way turns back, two
       // products that follow each other have the same fragment of B. (What that gains was not
       // recorded.)
@@ -647,14 +671,14 @@ __global__ void __launch_bounds__(32 * kWarpsM * kWarpsN, 1)
 #pragma unroll
         for (int forth = 0; forth < WN / 8; ++forth) {
           const int j = i % 2 == 0 ? forth : WN / 8 - 1 - forth;
-          mma_m16n8k16<half>(sum[i][j], a[set][i], b[set][j / 2][j % 2 * 2],
-                             b[set][j / 2][j % 2 * 2 + 1]);
+          mma_m16n8k16<half>(sum[i][j], a[buffer][i], b[buffer][j / 2][j % 2 * 2],
+                             b[buffer][j / 2][j % 2 * 2 + 1]);
         }
       }
     }
   }
 
-  // Each warp's part of C goes to shared memory and from there, 8 elements a lane, to C.
+  // Each warp's tile of C goes to shared memory and from there, 8 elements a lane, to C.
   __syncthreads();
   half* staging = mma_tiles + warp * WM * WN;
 #pragma unroll
@@ -677,78 +701,21 @@ __global__ void __launch_bounds__(32 * kWarpsM * kWarpsN, 1)
   }
 }
 
-// ---- Hopper: words ------------------------------------------------------------------------------
+// ---- How to read the kernels for Hopper ---------------------------------------------------------
 
-// docs/hopper.md explains TMA, mbarrier, phase, parity and cluster, and draws the ring of stages.
-// A warpgroup is 4 warps. HOPPER_CODE is 1 where the compiler takes Hopper's PTX.
-//
-// At the first reading believe what is said of the words below, and do not open primitives/hopper/.
-// Read *wgmma* and *specialized* line by line: there all waits are written out. In every kernel
-// look for two things: a loop over the steps that starts copies, and a loop over the steps that
-// multiplies. In *wgmma* they are the same loop. From *specialized* on they are in the two branches
-// of an `if`, which different warps take: the producer and the consumers. *persistent* puts a loop
-// over tiles around each of the two. *clusters* and *patches* differ from it in little more than
-// what their comments speak of.
-//
-// An mbarrier is used again and again. Each use is a *phase*, which ends when as many threads have
-// arrived as the barrier was prepared for, and all announced bytes have come. Phases are counted
-// from 0. The *parity* of a phase is 0 if its number is even, and 1 if it is odd. A thread that
-// waits for a phase tells the barrier only the parity.
-//
-// The words, from primitives/hopper/, below the first kernel that needs them:
-//
-//   *wgmma*
-//     Box                                   rows of 64 columns, what one tensor_load brings
-//     LeftTile, RightTile                   tiles of A and B in shared memory: one Box of BM rows,
-//                                           since a step has 64 of k; BN / 64 Boxes of 64 rows
-//     Sum<kCols>                            64 x kCols sums in the registers of a warpgroup
-//     kStepK                                the 64 of k of a step
-//     CUtensorMap                           what the copy engine knows of a matrix; the host makes
-//                                           one of each
-//     barrier_init(b, arrivals)             prepares an mbarrier; barrier_init_fence() lets the
-//                                           copy engine see that
-//     barrier_arrive_expect(b, bytes)       arrives at an mbarrier, and announces bytes to it
-//     barrier_wait(b, parity)               waits for the end of the phase that has this parity
-//     tensor_load(to, map, row, col, b)     copies the box from (row, col) on; b counts its bytes
-//     Ring                                  which stage comes next, and which parity to wait for:
-//                                           0 in the first round of the stages, 1 in the second,
-//                                           0 in the third
-//     tile.rows(r)                          what wgmma reads of a LeftTile: 64 rows, from row r on
-//     sum.start_product(left, right, add)   starts the products of 64 of k. If `add`, they are
-//                                           added to the sum, else they replace it
-//     wgmma_wait<n>()                       waits until all products are done but those of the n
-//                                           newest start_product()
-//     sum.row(i), sum.col(i)                where in the sum a thread's element i lies
-//   *specialized*
-//     barrier_arrive(b)                     arrives at an mbarrier
-//     registers_shrink_to, _grow_to         how many registers each thread of a warpgroup has
-//   *persistent*
-//     Pipeline                              the stages with their barriers; prepare(pipeline, n)
-//                                           prepares these: n arrivals say that a stage is empty
-//     alone.meet()                          a barrier for the block
-//     warp_of_block()                       which warp of the block this one is, from 0 on
-//     elect_one()                           true for one lane of the warp, each time the same one
-//     named_barrier(id, threads)            a barrier for so many threads of the block
-//     pack2(a, b)                           two numbers, rounded to 16 bits each, in one register
-//     store_matrices                        the reverse of ldmatrix: registers to shared memory
-//     swizzled(row, piece)                  where a piece of 16 bytes of a row lies in a box
-//     shared_fence()                        what threads have written, the copy engine can see
-//     tensor_store                          has the copy engine store a box
-//     tensor_store_commit                   closes a group of such stores
-//     tensor_store_wait_read<0>             waits until the copy engine has read all that it has to
-//                                           store. Then that shared memory may be written again
-//     persistent(tiles, fit)                (on the host) how many blocks to launch if so many fit:
-//                                           as few as finish in the same number of rounds
-//   *clusters*
-//     HOPPER_CLUSTER(2)                     on a kernel: its blocks come in clusters of 2
-//     cluster.meet()                        a barrier for the cluster
-//     cluster.rank                          which block of its cluster this one is, 0 or 1
-//     cluster.cluster, cluster.clusters     the number of this block's cluster, and how many
-//                                           clusters there are
-//     resident_clusters(kernel, ...)        (on the host) how many clusters the GPU holds at a time
+// At the first reading believe what is said of a word above its kernel, and do not open
+// primitives/hopper/. Read *one warpgroup* and *warp specialization* line by line: there all waits
+// are written out. In every kernel look for two things: a loop over the steps that starts copies,
+// and a loop over the steps that multiplies. In *one warpgroup* they are the same loop. From *warp
+// specialization* on they are in the two branches of an `if`, which different warps take: the
+// producer and the consumers. *tile scheduler* puts a loop over tiles around each of the two.
+// *clusters* and *rasterization* differ from it in little more than what their comments speak of.
+// (docs/hopper.md has the same words with pictures. HOPPER_CODE is 1 where the compiler takes
+// Hopper's PTX.)
 
-// What a stage of the pipeline holds: a tile of A, BM x 64, and one of B, 64 x BN, each in boxes of
-// 64 columns as the copy engine delivers them.
+// What a stage has room for: a tile of A, BM x 64, and one of B, 64 x BN. A box is what one copy of
+// the copy engine brings: some rows of 64 columns. The tile of A, a LeftTile, is one box of BM
+// rows. The tile of B, a RightTile, is BN / 64 boxes of 64 rows, one for each 64 columns.
 template <int BM, int BN>
 struct Stage {
   LeftTile<half, BM> a;
@@ -757,7 +724,9 @@ struct Stage {
 
 #if HOPPER_CODE
 // Writes a warpgroup's sum as fp16 to C (n x n) at (row0, col0), straight from the registers: four
-// threads store 16 neighbouring bytes.
+// threads store 16 neighbouring bytes. A warpgroup is four warps. Sum<kCols> is 64 x kCols sums,
+// which its threads hold together. A thread's own are in `elements`, its fragment: element i is in
+// row sum.row(i) and column sum.col(i) of the sum.
 template <int kCols>
 __device__ void store_sum(const Sum<kCols>& sum, half* C, int row0, int col0, int n) {
 #pragma unroll
@@ -771,17 +740,33 @@ __device__ void store_sum(const Sum<kCols>& sum, half* C, int row0, int col0, in
 }
 #endif
 
-// ---- wgmma --------------------------------------------------------------------------------------
+// ---- one warpgroup ------------------------------------------------------------------------------
 
 // Three things are new at once, because they need each other:
 //
-//   1. Copies. One thread asks the copy engine (TMA) for a whole box and goes on. No thread
-//      computes an address, and what lies outside of the matrix arrives as zeros.
-//   2. Arrival. An mbarrier in shared memory counts the bytes that have come. Each stage has one,
-//      `full`. The thread that starts the copies announces their bytes, all threads wait for them.
-//   3. Products. A warpgroup, 4 warps, multiplies 64 x 16 by 16 x 128 with one instruction, wgmma,
-//      straight out of shared memory. There is no ldmatrix, and there are no fragments of A and B
-//      in registers. wgmma reads a row-major B as it is.
+//   1. Copies. One thread asks the copy engine, TMA (tensor memory accelerator), for a whole box
+//      and goes on. No thread computes an address, and what lies outside of the matrix arrives as
+//      zeros. `A` and `B` are tensor maps (CUtensorMap): each says what the copy engine has to know
+//      of a matrix, and the host has made it. `tensor_load(to, map, row, col, barrier)` starts the
+//      copy of the box that begins at (row, col), and `barrier` counts its bytes.
+//   2. Arrival. An mbarrier is a barrier in shared memory, which counts arrivals of threads and
+//      bytes of copies. Each stage has one, `full`. `barrier_init(barrier, arrivals)` says how many
+//      arrivals it waits for, and barrier_init_fence() lets the copy engine see that. The thread
+//      that starts the copies arrives by `barrier_arrive_expect(barrier, bytes)`, which also
+//      announces their bytes. All threads wait by `barrier_wait(barrier, parity)`.
+//   3. Products. The four warps of a warpgroup multiply 64 x 16 by 16 x 128 with one instruction,
+//      wgmma, straight out of shared memory. There is no ldmatrix, and there are no fragments of A
+//      and B in registers. wgmma reads a row-major B as it is. `sum.start_product(left, right,
+//      add)` starts the products of one slice of k, kStepK = 64. If `add`, they are added to the
+//      sum, else they replace it. `stage.a.rows(r)` is the left factor, 64 rows of the tile of A
+//      from row r on. wgmma_wait<n>() waits until all products are done but those of the n newest
+//      start_product().
+//
+// An mbarrier is used again and again. Each use is a *phase*: it ends when as many threads have
+// arrived as the barrier waits for, and all announced bytes have come. Phases are counted from 0. A
+// thread that waits for a phase tells the barrier only its *parity*, 0 for an even number and 1 for
+// an odd one. A Ring goes around the stages, and knows which stage comes next, `ring.stage`, and
+// the parity to wait for, `ring.parity`: 0 the first time around, 1 the second time, then 0 again.
 //
 // A block is one warpgroup with a 128 x 128 tile of C. That is two sums of 64 x 128, and each of
 // them takes 64 registers of a thread. (wgmma takes up to 256 columns. But two sums of 64 x 256
@@ -790,8 +775,8 @@ __device__ void store_sum(const Sum<kCols>& sum, half* C, int row0, int col0, in
 // nobody reads the stage any more, and one thread has it filled again, with the tiles of the step
 // that is kStages further on.
 //
-// Tiles are taken row by row here and in *specialized*, column by column in *persistent* and
-// *clusters*. *patches* takes them in groups again.
+// Tiles are taken row by row here and in *warp specialization*, column by column in *tile
+// scheduler* and *clusters*. *rasterization* takes them in groups again.
 template <int kStages>
 __global__ void __launch_bounds__(128)
     matmul_wgmma(const __grid_constant__ CUtensorMap A, const __grid_constant__ CUtensorMap B,
@@ -835,15 +820,17 @@ __global__ void __launch_bounds__(128)
 #endif
 }
 
-// ---- specialized --------------------------------------------------------------------------------
+// ---- warp specialization ------------------------------------------------------------------------
 
 // The warpgroup above stops in every step: it waits until its products are done, and has the stage
-// filled again. Here the work is divided. A block is three warpgroups. One is the producer, which
-// only starts copies. Two are consumers, which only multiply, each of them 64 rows of a 128 x 256
-// tile. Each stage has two barriers, by which they wait for each other:
+// filled again. Warp specialization means that warps of a block have different tasks. A block is
+// three warpgroups. One is the producer, which only starts copies. Two are consumers, which only
+// multiply, each of them 64 rows of a 128 x 256 tile. Each stage has two barriers, by which they
+// wait for each other:
 //   - full: the tiles are there. The producer announces their bytes, the copy engine brings them.
 //   - empty: both consumers have multiplied the tiles, so the producer may overwrite them. Each
-//     consumer arrives once, by one of its threads.
+//     consumer arrives once, by one of its threads, with barrier_arrive(barrier), which announces
+//     no bytes.
 //
 // A consumer does not wait for the products that it has just started. While they are under way it
 // waits for the next stage, and starts that one's products. Only then it waits for the older ones,
@@ -861,7 +848,8 @@ __global__ void __launch_bounds__(128)
 //
 // A sum of 64 x 256 takes 128 registers of each thread. The producer needs few. So it gives some of
 // its registers to the consumers. Each thread of the three warpgroups begins with 168 registers.
-// Then each thread of the producer keeps 24, and each thread of a consumer gets 240.
+// Then each thread of the producer keeps 24 (registers_shrink_to), and each thread of a consumer
+// gets 240 (registers_grow_to).
 template <int kStages>
 __global__ void __launch_bounds__(384, 1)
     matmul_specialized(const __grid_constant__ CUtensorMap A, const __grid_constant__ CUtensorMap B,
@@ -917,42 +905,60 @@ __global__ void __launch_bounds__(384, 1)
 #endif
 }
 
-// ---- persistent ---------------------------------------------------------------------------------
+// ---- tile scheduler -----------------------------------------------------------------------------
 
-// First, what *specialized* does in a step has names from here on:
+// What is new: blocks stay. There are no more of them than fit on the GPU, and each computes one
+// tile of C after the other. Such a kernel is called persistent. What tells a block which tile it
+// takes next is its tile scheduler: here it adds the number of blocks to the tile's number. While
+// the consumers still store a tile, the producer already starts the copies for the next one. On the
+// host `persistent(tiles, fit)` says how many blocks to launch, if `fit` of them fit. Take 512
+// tiles and room for 132 blocks: some blocks get four tiles, and none gets more. With 128 blocks
+// each gets four, so 128 are enough.
+//
+// And the copy engine stores (store_tile, below).
+//
+// What *warp specialization* does in a step has names from here on:
+//   - A Pipeline is the stages with their barriers. One thread calls `prepare(pipeline, n)`: n
+//     arrivals say that a stage is empty.
 //   - `writer.put` is a step of the producer: it waits until the next stage is empty, announces the
 //     stage's bytes, and starts its copies.
 //   - `reader.take` is a step of a consumer: it waits until the next stage is full, starts the
 //     stage's products, and gives back the stage before. It tells the function that starts them
 //     whether to `add` to the sum: in the first step of a tile not, in all others it does. After
-//     the last step, `reader.finish` waits for the last products, and gives back their stage. (All
-//     three: primitives/hopper/pipeline.cuh.)
+//     the last step, `reader.finish` waits for the last products, and gives back their stage.
 //   - BlockGrid<rows, columns> knows who of a cluster of rows x columns blocks copies what, and who
-//     is told that a stage is empty (primitives/hopper/block_grid.cuh). BlockGrid<1, 1> is a block
-//     alone.
+//     is told that a stage is empty. BlockGrid<1, 1> is a block alone, and `alone.meet()` is a
+//     barrier for the block.
 //   - `alone.load(tile, map, at, k, barrier)` starts the copies of a tile. `at` is where the tile
 //     begins: its first row of A, or its first column of B. The argument after it is k in both
 //     cases. (In A k is the column, in B it is the row. So for A these two arguments are row and
 //     column, and for B they are column and row. `tensor_load` always takes row and column.)
-//   - `warp == 0 && elect_one()` is true for one thread, as `threadIdx.x == 0` was. But of
-//     elect_one() the compiler knows that only one thread of the warp goes on. So it does not put a
-//     loop over the threads of the warp around each copy.
-//
-// What is new: blocks stay. There are no more of them than fit on the GPU, and each computes one
-// tile of C after the other. While the consumers still store a tile, the producer already starts
-// the copies for the next one.
-//
-// And the copy engine stores. The consumers put their results, rounded to fp16, into boxes in
-// shared memory, swizzled as the copy engine expects it. From there it takes them to C in whole
-// lines, while the consumers go on with the next tile. A tile is stored in two halves of 128
-// columns. With kBuffers = 2 each half has a buffer of its own, so the second half need not wait
-// until the first one has left.
+//   - `warp == 0 && elect_one()` is true for one thread, as `threadIdx.x == 0` was. `warp` comes
+//     from warp_of_block(), the number of the warp in the block, and elect_one() is true for one
+//     lane of a warp, each time the same one. The compiler knows that only one thread of the warp
+//     goes on. So it does not put a loop over the threads of the warp around each copy.
 template <int kStages, int kBuffers>
 struct PersistentShared {
   static constexpr int BM = 128, BN = 256, kStoreCols = 128;  // columns that are stored at a time
   Box<half, 64> out[kBuffers][2][kStoreCols / 64];            // of two consumers
   Pipeline<Stage<BM, BN>, kStages> pipeline;
 };
+
+// What is done with the sums before they are written is the epilogue. Here the consumers round
+// their sums to fp16, and put them into boxes in shared memory, swizzled as the copy engine expects
+// it. From there it takes them to C in whole lines, while the consumers go on with the next tile. A
+// tile is stored in two halves of 128 columns. With kBuffers = 2 each half has a buffer of its own
+// (double buffering again), so the second half need not wait until the first one has left. The
+// words:
+//   - store_matrices(to, registers) is the reverse of ldmatrix: registers to shared memory.
+//     `swizzled(row, piece)` is where a piece of a row, 16 bytes, lies in a box.
+//   - shared_fence() lets the copy engine see what threads have written to shared memory.
+//   - `tensor_store(map, row, col, from)` has the copy engine store a box. tensor_store_commit()
+//     closes the thread's stores as a group, and tensor_store_wait_read<0>() waits until the copy
+//     engine has read all that this thread has it store. Then that shared memory may be written
+//     again.
+//   - `named_barrier(id, threads)` is a barrier for so many threads of the block: here for the 128
+//     threads of one consumer.
 
 #if HOPPER_CODE
 // Waits until the copy engine has read the boxes of consumer `consumer`, so that they may be
@@ -989,6 +995,7 @@ __device__ void store_tile(PersistentShared<kStages, kBuffers>& shared, int cons
   // half of rows 0 to 15, lanes 16 to 31 the right half.
   const int thread = threadIdx.x % 128;
   const int row = thread / 32 * 16 + thread % 16, piece = thread % 32 / 16;
+  // A panel is one of the two halves of 128 columns.
 #pragma unroll
   for (int panel = 0; panel < 256 / kStoreCols; ++panel) {
     auto& out = shared.out[panel % kBuffers][consumer];
@@ -1068,9 +1075,20 @@ __global__ void __launch_bounds__(384, 1)
 
 // ---- clusters -----------------------------------------------------------------------------------
 
-// Two blocks whose tiles lie one below the other in C need the same tile of B. Each fetches half of
-// it and *multicasts* that half, which is to say that one copy arrives in both blocks. So B is read
-// from the L2 cache once, not twice. Three things follow:
+// A cluster is some blocks that run at the same time and reach each other's shared memory, which is
+// then called distributed shared memory. Two blocks whose tiles lie one below the other in C need
+// the same tile of B. So they are a cluster here. Each fetches half of the tile of B and
+// *multicasts* that half, which is to say that one copy arrives in both blocks. So B is read from
+// the L2 cache once, not twice. The words:
+//   - HOPPER_CLUSTER(2) on a kernel says that its blocks come in clusters of 2.
+//   - BlockGrid<2, 1> is two blocks with neighbouring rows. `cluster.load` starts the copies of
+//     this block's half of a tile, or of all of it if no other block needs that tile.
+//     `cluster.meet()` is a barrier for the threads of both blocks.
+//   - `cluster.rank` is the number of this block in its cluster, 0 or 1. `cluster.cluster` is the
+//     number of its cluster, and `cluster.clusters` says how many clusters there are.
+//   - resident_clusters (on the host) says how many clusters the GPU holds at a time.
+//
+// Three things follow:
 //   - A stage is empty only when the consumers of both blocks have read it. Each of these four
 //     tells both producers. (BlockGrid<2, 1> does that, and knows who copies what.)
 //   - Each block announces all bytes of its stage: those of its own copies, and those of the half
@@ -1134,22 +1152,23 @@ __global__ void HOPPER_CLUSTER(2) __launch_bounds__(384, 1)
 #endif
 }
 
-// ---- patches ------------------------------------------------------------------------------------
+// ---- rasterization ------------------------------------------------------------------------------
 
-// Another order of tiles. By now the tensor cores wait so seldom that the card reaches the limit of
-// its power, and its clock falls. From here on it matters less when a byte arrives than how much
-// power it takes to bring it, and a byte from memory takes the most. So as much as possible of what
-// a tile needs should still be in the L2 cache:
+// Rasterization is the order in which tiles are taken; here it is another one. By now the tensor
+// cores wait so seldom that the card reaches the limit of its power, and its clock falls. From here
+// on it matters less when a byte arrives than how much power it takes to bring it, and a byte from
+// memory takes the most. So as much as possible of what a tile needs should still be in the L2
+// cache:
 //   - Tiles are taken in groups of kGroup rows of tiles, so that those worked on at one time form a
-//     square patch of C (tile_of_block, above).
+//     square of C (tile_of_block, above).
 //   - Every second tile of a cluster (its second, its fourth and so on) is walked from the end of k
 //     to its beginning, and every second group of tiles from the right to the left. So a tile
-//     begins with that part of A or B with which the tile before it ended: this part is still in
-//     the L2 cache.
-//   - What one cluster has read from memory, the other clusters of its patch find in the L2 cache.
-//     If the cache does not hold all that a patch reads, they find it there only while all of them
+//     begins with those slices of A or B with which the tile before it ended: they are still in the
+//     L2 cache.
+//   - What one cluster has read from memory, the other clusters find in the L2 cache. If the cache
+//     does not hold all that the tiles of a square need, they find it there only while all of them
 //     are at about the same k. So then the clusters keep in step: Pace makes the fast ones wait.
-//     (At N = 4096 a patch reads 34 MB. The H100's L2 cache holds that, and nobody waits.)
+//     (At N = 4096 a square needs 34 MB. The H100's L2 cache holds that, and nobody waits.)
 
 #if HOPPER_CODE
 // dividend / divisor, rounded down, for numbers from 0 to 2^20. It is computed in fp32, in 6
@@ -1159,9 +1178,10 @@ __device__ inline int quotient(int dividend, int divisor) {
   return static_cast<int>(__fdividef(dividend + 0.5f, static_cast<float>(divisor)));
 }
 
-// The producers of all clusters count their paces, of kSteps steps each, in one number. Who is more
-// than one pace ahead of the mean waits, but not for long: it only saves reads, and some clusters
-// may not have got a multiprocessor yet.
+// The producers of all clusters count their paces, of kSteps steps each, in one number, a
+// GridCount: a number in memory to which all blocks may add (an atomic). Who is more than one pace
+// ahead of the mean waits, but not for long: it only saves reads, and some clusters may not have
+// got a multiprocessor yet.
 struct Pace {
   static constexpr int kSteps = 16, kPatience = 256;  // kPatience: how often to look
   unsigned* total;
@@ -1289,12 +1309,12 @@ void add_wmma_shared(Problem& square, Buffer<half> A, Buffer<half> B, Buffer<hal
   });
 }
 
-// 128 x 128 tiles, 32 of k: *ldmatrix* and *stages*.
+// 128 x 128 tiles, 32 of k: *swizzled tiles* and *stages*.
 template <int kWidth>
 void add_small_mma(Problem& square, Buffer<half> A, Buffer<half> B, Buffer<half> C, int n) {
   using Tiles = MmaTiles<128, 128, 32, 2, 4, 3>;
   constexpr int kBytes = Tiles::kStage * sizeof(half);
-  square.kernel("ldmatrix", Role::ours, [=] {
+  square.kernel("swizzled tiles", Role::ours, [=] {
     matmul_ldmatrix<128, 128, 32, 2, 4, kWidth>
         <<<Tiles::blocks(n), Tiles::kThreads, kBytes>>>(A, B, C, n);
   });
@@ -1304,8 +1324,8 @@ void add_small_mma(Problem& square, Buffer<half> A, Buffer<half> B, Buffer<half>
   });
 }
 
-// Adds *ldmatrix* and *stages* as above, and *lean* and *mma.sync*, both with the tiles that the
-// parameters say.
+// Adds *swizzled tiles* and *stages* as above, and *lean* and *double buffering*, both with the
+// tiles that the parameters say.
 template <int BM, int BN, int BK, int kWarpsM, int kWarpsN, int kStages, int kWidth>
 void add_mma(Problem& square, Buffer<half> A, Buffer<half> B, Buffer<half> C, int n) {
   add_small_mma<kWidth>(square, A, B, C, n);
@@ -1322,7 +1342,7 @@ void add_mma(Problem& square, Buffer<half> A, Buffer<half> B, Buffer<half> C, in
   allow_shared_bytes(matmul_mma<BM, BN, BK, kWarpsM, kWarpsN, kStages, kWidth>,
                      Tiles::kSharedBytes);
   square
-      .kernel("mma.sync", Role::ours,
+      .kernel("double buffering", Role::ours,
               [=] {
                 matmul_mma<BM, BN, BK, kWarpsM, kWarpsN, kStages, kWidth>
                     <<<Tiles::blocks(n), Tiles::kThreads, Tiles::kSharedBytes>>>(A, B, C, n);
@@ -1344,7 +1364,7 @@ void add_persistent(Problem& square, Buffer<half> A, Buffer<half> B, Buffer<half
   allow_shared_bytes(matmul_persistent<kStages, kBuffers>, kBytes);
   const unsigned blocks = persistent(int64_t{tiles.x} * tiles.y, device.sms);
   square
-      .kernel("persistent", Role::ours,
+      .kernel("tile scheduler", Role::ours,
               [=] {
                 const CUtensorMap a = map_of(A, n, 128);
                 const CUtensorMap b = map_of(B, n, kStepK);
@@ -1370,12 +1390,12 @@ void add_persistent(Problem& square, Buffer<half> A, Buffer<half> B, Buffer<half
       .needs_shared(kBytes)
       .hopper_only();
 
-  // What a patch of 256 kGroup rows and as many columns reads.
+  // What the tiles of a square of 256 kGroup rows and as many columns read.
   const int64_t patch_bytes = int64_t{2 * 256 * kGroup * sizeof(half)} * n;
   const bool in_step = patch_bytes > device.l2_bytes;
   const auto progress = square.workspace<unsigned>(1);
   square
-      .kernel("patches", Role::ours,
+      .kernel("rasterization", Role::ours,
               [=] {
                 const CUtensorMap a = map_of(A, n, 128);
                 const CUtensorMap b = map_of(B, n, kStepK);
@@ -1393,7 +1413,7 @@ void add_hopper_kernels(Problem& square, Buffer<half> A, Buffer<half> B, Buffer<
   constexpr int kWgmmaBytes = 3 * sizeof(Stage<128, 128>);
   allow_shared_bytes(matmul_wgmma<3>, kWgmmaBytes);
   square
-      .kernel("wgmma", Role::ours,
+      .kernel("one warpgroup", Role::ours,
               [=] {
                 const CUtensorMap a = map_of(A, n, 128);
                 const CUtensorMap b = map_of(B, n, kStepK);
@@ -1405,7 +1425,7 @@ void add_hopper_kernels(Problem& square, Buffer<half> A, Buffer<half> B, Buffer<
   constexpr int kSpecializedBytes = 4 * sizeof(Stage<128, 256>);
   allow_shared_bytes(matmul_specialized<4>, kSpecializedBytes);
   square
-      .kernel("specialized", Role::ours,
+      .kernel("warp specialization", Role::ours,
               [=] {
                 const CUtensorMap a = map_of(A, n, 128);
                 const CUtensorMap b = map_of(B, n, kStepK);
@@ -1467,12 +1487,13 @@ int main(int argc, char** argv) {
         "kernels for Hopper are left out.");
   }
   square.compare("wmma shared", "wmma global", "Tiles in shared memory: % times as fast.");
-  square.compare("mma.sync", "wmma shared",
+  square.compare("double buffering", "wmma shared",
                  "Tiles and fragments loaded in advance, few other instructions: % times as fast.");
-  square.compare("wgmma", "mma.sync",
+  square.compare("one warpgroup", "double buffering",
                  "The copy engine, and products of a whole warpgroup: % times as fast.");
-  square.compare("patches", "wgmma",
-                 "Specialists, clusters, and blocks that stay: % times as fast.");
-  square.compare("patches", "cuBLASLt, best", "The last kernel runs at % of cuBLASLt's rate.");
+  square.compare("rasterization", "one warpgroup",
+                 "Specialized warps, clusters, and blocks that stay: % times as fast.");
+  square.compare("rasterization", "cuBLASLt, best",
+                 "The last kernel runs at % of cuBLASLt's rate.");
   return lesson.run();
 }

@@ -19,16 +19,16 @@
 //     tensor cores             tiles in shared memory, products by WMMA
 //     async tiles              the next tiles arrive (cp.async) while these are multiplied
 //     resident weights         the weights fit on chip: blocks stay, keep them, and x streams by
-//     Hopper resident          the same with TMA and wgmma: one warpgroup copies, four compute
-//     Hopper cluster           lesson 3's product of a cluster, with two weights and the gate
+//     warp specialization      the same with TMA and wgmma: one warpgroup copies, four compute
+//     clusters                 lesson 3's product of a cluster, with two weights and the gate
 //
 // "resident weights" needs compute capability 8.0 (for its shared memory), the last two need 9.0,
 // the others 7.5 (there copies are synchronous). The CPU backend runs all.
 //
 // Two tables: the layer, M = 1024 N rows of K = 128 channels to H = 64 hidden, limited by memory;
 // and a square one, N x N x N, limited by tensor cores. The resident kernels are in the first, if K
-// is at most 128. "Hopper cluster" is in the second, and in the first if K is larger. The two rows
-// that are named after Hopper need K and H to be multiples of 8: rows aligned to 16 bytes.
+// is at most 128. "clusters" is in the second, and in the first if K is larger. The two last
+// rows need K and H to be multiples of 8: rows aligned to 16 bytes.
 
 #include <deque>
 
@@ -41,6 +41,22 @@
 using namespace problems;
 using namespace operators::gating;
 using namespace primitives;
+
+// The helpers of primitives/ that the kernels of the core path call. (The last kernels have words
+// of their own, which stand above them.)
+//
+//     copy_tile                         starts the copies of a tile to shared memory, by cp.async,
+//                                       with zeros for what is outside of the matrix (lesson 3)
+//     copy_async_commit(), _wait<n>()   closes what the thread has started as a group; waits for
+//                                       all groups but the n newest
+//     copies_ahead<stages>(copy)        starts the copies of the first steps; next() waits for a
+//                                       step, and starts those of a later one (lesson 3's *stages*)
+//     pack2<half>(left, right)          two numbers, rounded to fp16, in one register
+//     store_halves<aligned>(...)        stores 4 neighbours of a row, but not those outside of the
+//                                       matrix
+//     blocks_for(count, per_block)      (host) count / per_block, rounded up
+//     allow_shared_bytes(kernel, n)     (host) lets blocks of the kernel have more than 48 KB of
+//                                       shared memory
 
 // 1 / (1 + e^-s), by the approximate exponential and division: they are wrong by some units in the
 // last place of fp32, far less than the rounding to fp16 of the result.
@@ -67,17 +83,18 @@ __global__ void gating_simple(const __grid_constant__ GatingOperands in) {
 // ---- tensor cores -------------------------------------------------------------------------------
 
 // A block's tiles in shared memory: BM rows of x and out, BH columns of the weights and of out, BK
-// columns of x (rows of the weights) at a time. A warp has 16 kRows x 16 kCols elements of out.
+// columns of x (rows of the weights) at a time: a slice of k. A warp has 16 kRows x 16 kCols
+// elements of out.
 template <int kBlockRows, int kBlockCols, int kDepth, int kWarpsM, int kWarpsH, bool kAligned_>
 struct GateTiles {
   static constexpr int BM = kBlockRows, BH = kBlockCols, BK = kDepth;
   static constexpr bool kAligned = kAligned_;  // K and H are multiples of 8
   static constexpr int kWarps = kWarpsM * kWarpsH, kThreads = 32 * kWarps;
   static constexpr int kRows = BM / kWarpsM / 16, kCols = BH / kWarpsH / 16;
-  // 8 halves, or 4 or 8 floats, after each row: so rows start on different banks.
+  // 8 fp16, or 4 or 8 fp32 numbers after each row: so rows start on different banks.
   static constexpr int kStrideX = BK + 8, kStrideW = BH + 8, kStrideBias = BH + 4;
   static constexpr int kStrideStaging = 16 * kCols + 8;
-  static constexpr int kTileX = BM * kStrideX, kTileW = BK * kStrideW;              // halves
+  static constexpr int kTileX = BM * kStrideX, kTileW = BK * kStrideW;              // elements
   static constexpr int kBiases = 16 * kStrideBias, kStaging = 16 * kStrideStaging;  // floats
   // Bytes of a stage: x's tile and both weights'; of both biases; of all warps' stagings.
   static constexpr int kStageBytes = 2 * (kTileX + 2 * kTileW);
@@ -106,7 +123,7 @@ struct GateTiles {
   }
 };
 
-// A warp's share of a tile of out: both sums of each element.
+// A warp's tile of out: both sums of each element.
 template <class Tiles>
 struct GateSums {
   static constexpr int kRows = Tiles::kRows, kCols = Tiles::kCols;
@@ -154,7 +171,7 @@ struct GateSums {
 
   // out = sigmoid(gate) * value, for the block's tile at (row0, col0). Fragments of one type hold
   // the same element at the same index, so gate and value combine without knowing which element
-  // that is. The store has to know it: 16 rows at a time go through the warp's part of `stagings`,
+  // that is. The store has to know it: 16 rows at a time go through the warp's staging,
   // from where a thread takes 4 consecutive elements; 4 threads fill a 32-byte sector of out.
   __device__ void finish(float* stagings, const GatingOperands& in, int row0, int col0) {
     constexpr int kWidth = 16 * kCols, kStride = Tiles::kStrideStaging;
@@ -213,9 +230,10 @@ __global__ void __launch_bounds__(Tiles::kThreads)
 
 // ---- async tiles --------------------------------------------------------------------------------
 
-// The same, but kStages sets of tiles are in shared memory, as in lesson 2's *async*: the tensor
-// cores work on one while the others are on their way, and a step needs one barrier, not two. (Here
-// kStages is 2, so one is on its way.) In the end the stagings take the place of the tiles.
+// The same, but with kStages stages in shared memory, as in lesson 2's *async*. A stage has room
+// for the tiles of one step, of x and of both weights. The tensor cores work on one stage while the
+// copies for the others are on their way, and a step needs one barrier, not two. (Here kStages is
+// 2: that is double buffering.) In the end the stagings take the place of the tiles.
 //
 // Tiles are larger, too: they have 128 rows, not 64. They have 64 of k, not 32, if K and H are
 // multiples of 8 and a block may have 96 KB of shared memory. So not all that is gained comes from
@@ -294,14 +312,19 @@ __global__ void __launch_bounds__(Tiles::kThreads) gating_resident(GatingOperand
   }
 }
 
-// ---- Hopper resident ----------------------------------------------------------------------------
+// ---- warp specialization ------------------------------------------------------------------------
 
-// The last kernels use what lesson 3's last kernels introduce: the copy engine (TMA), barriers in
-// shared memory (mbarrier), products of a warpgroup (wgmma), and the words around them: Writer,
-// Reader, Box, LeftTile, RightTile, Sum. And these are new: bulk_load copies a number of bytes that
-// lie one after the other, and needs no CUtensorMap. reader.wait() waits until the reader's stage
-// is full, and returns it. reader.give_back() says that this stage is empty, and reader.next(n)
-// goes on by n stages.
+// The last kernels use what lesson 3's last kernels introduce, and explain above each kernel: the
+// copy engine (TMA), barriers in shared memory (mbarrier), products of a warpgroup (wgmma), and the
+// words around them: Box, LeftTile, RightTile, Sum, Pipeline, Writer, Reader, BlockGrid. These are
+// new:
+//   - bulk_load(to, from, bytes, barrier) copies bytes that lie one after the other. It needs no
+//     tensor map.
+//   - reader.wait() waits until the reader's stage is full, and returns it. reader.give_back() says
+//     that this stage is empty, and reader.next(n) goes on by n stages.
+//   - sum.store(box, first, f) writes 64 columns of the sum, from column `first` on, into a box:
+//     f(i), rounded to fp16, in the place of element i.
+//   - exp2_approximate(s) is 2^s, and reciprocal_approximate(s) is 1 / s, one instruction each.
 
 #if HOPPER_CODE
 // sigmoid(gate) * value in 5 instructions. The two that approximate, ex2 and rcp, are wrong by 2
@@ -350,10 +373,11 @@ struct Gate {
 #endif
 };
 
-// The idea of "resident weights" with Hopper's means. There a block does one thing after the other:
-// products, sigmoids, stores. Here one warpgroup of a block is the producer, and one thread of it
-// does nothing but start copies. Four warpgroups are consumers, each at a point of its own: while
-// one waits for its products, another computes sigmoids, and a third waits for its tile.
+// Weights stay, as in "resident weights". There a block does one thing after the other: products,
+// sigmoids, stores. Here it is specialized (warp specialization, lesson 3): one warpgroup is the
+// producer, and one thread of it does nothing but start copies. Four warpgroups are consumers, each
+// at a point of its own: while one waits for its products, another computes sigmoids, and a third
+// waits for its tile.
 //
 // A block's 64 columns of W1, and the same columns of W2, stay in shared memory next to each other,
 // as one right factor of 128 columns. So one wgmma gives both sums: gates in the left half of a
@@ -462,15 +486,16 @@ __global__ void __launch_bounds__(kResidentThreads, 1)
 #endif
 }
 
-// ---- Hopper cluster -----------------------------------------------------------------------------
+// ---- clusters -----------------------------------------------------------------------------------
 
-// Lesson 3's *patches* with another epilogue: 128 x 256 tiles in clusters of two blocks, one below
-// the other. K and H are multiples of 8. To fuse takes two changes. The right factor is W1 and W2
-// side by side: half of a tile's columns are of W1, and the same columns of W2 are the other half.
-// So a consumer's sum of 64 x 256 is two sums of 64 x 128, gate and value of an element in one
-// thread. Of the two blocks, which share a tile of this factor, one brings W1's half and the other
-// W2's. And what is stored is the gated result, which has half as many columns: 64 x 128 of each
-// consumer, in two boxes. That leaves room for four stages. (Here clusters need not keep in step.)
+// Lesson 3's *rasterization* with another epilogue: 128 x 256 tiles in clusters of two blocks, one
+// below the other. K and H are multiples of 8. To fuse takes two changes. The right factor is W1
+// and W2 side by side: half of a tile's columns are of W1, and the same columns of W2 are the other
+// half. So a consumer's sum of 64 x 256 is two sums of 64 x 128, gate and value of an element in
+// one thread. Both blocks need the same tile of this factor: one brings W1's half and the other
+// W2's. And what is stored is the gated result, which has half as many columns: 64 x 128 of
+// each consumer, in two boxes. That leaves room for four stages. (Here clusters need not keep in
+// step.)
 struct ClusterShared {
   static constexpr int BM = 128, BH = 128, kStages = 4;  // of out; twice as many columns of the sum
   struct Stage {
@@ -621,7 +646,7 @@ CUtensorMap map_of(const half* matrix, int64_t rows, int64_t cols, unsigned box_
   return tensor_map<half>(matrix, rows, cols, box_rows, false, cols, reads);
 }
 
-// Adds "Hopper resident": K and H are multiples of 8, and K is at most kMaxChannels.
+// Adds "warp specialization": K and H are multiples of 8, and K is at most kMaxChannels.
 void add_hopper_resident(GatingProblem& table, const Device& device) {
   constexpr int kBytes = sizeof(ResidentShared);
   allow_shared_bytes(gating_hopper_resident, kBytes);
@@ -636,10 +661,12 @@ void add_hopper_resident(GatingProblem& table, const Device& device) {
     const CUtensorMap out = map_of(table.out, M, H, 16, Reads::once);
     gating_hopper_resident<<<grid, kResidentThreads, kBytes>>>(x, W1, W2, out, table.operands());
   };
-  table.problem.kernel("Hopper resident", Role::ours, launch).needs_shared(kBytes).hopper_only();
+  table.problem.kernel("warp specialization", Role::ours, launch)
+      .needs_shared(kBytes)
+      .hopper_only();
 }
 
-// Adds "Hopper cluster": K and H are multiples of 8.
+// Adds "clusters": K and H are multiples of 8.
 void add_hopper_cluster(GatingProblem& table) {
   using Shared = ClusterShared;
   constexpr int kBytes = sizeof(Shared);
@@ -656,7 +683,7 @@ void add_hopper_cluster(GatingProblem& table) {
     gating_hopper_cluster<<<2 * clusters, kClusterThreads, kBytes>>>(x, W1, W2, out,
                                                                      table.operands());
   };
-  table.problem.kernel("Hopper cluster", Role::ours, launch).needs_shared(kBytes).hopper_only();
+  table.problem.kernel("clusters", Role::ours, launch).needs_shared(kBytes).hopper_only();
 }
 
 int main(int argc, char** argv) {
@@ -706,10 +733,10 @@ int main(int argc, char** argv) {
 
   layer.problem.compare("resident weights", "cuBLASLt + one kernel",
                         "Layer, beside the library: resident weights, % times as fast.");
-  layer.problem.compare("Hopper resident", "cuBLASLt + one kernel",
+  layer.problem.compare("warp specialization", "cuBLASLt + one kernel",
                         "Layer, beside the library: with TMA and wgmma, % times as fast.");
   square.problem.compare(
-      "Hopper cluster", "cuBLASLt + one kernel",
+      "clusters", "cuBLASLt + one kernel",
       "Square, beside the library: lesson 3's product and gate, % times as fast.");
   return lesson.run();
 }

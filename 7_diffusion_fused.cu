@@ -94,7 +94,7 @@ using Operands = DiffusionOperands;
 // Pass::backward)`, and whatever is named time_sum, time_sums or time_rows: these are for dTimes.
 //
 // The words, from primitives/:
-//   - load_left and load_right load fragments by ldmatrix, as lesson 3's *ldmatrix* does.
+//   - load_left and load_right load fragments by ldmatrix, as lesson 3's *swizzled tiles* does.
 //     load_left_transposed takes a factor that lies transposed in shared memory.
 //   - Sums are a warp's results, in registers. add_product is the loop of mma.sync over them.
 //     for_pairs calls a function for each two neighbours of them.
@@ -459,7 +459,7 @@ __global__ void __launch_bounds__(Tile::kThreads)
 //
 // At the first reading follow the consumers (the `else`), whose four parts have these names. Read
 // the producer afterwards: it brings what the consumers wait for, in the same order. The words are
-// those of lesson 3 ("Hopper: words"), and these:
+// those that lesson 3 has above its kernels for Hopper, and these:
 //
 //     reader.wait()                        waits until the reader's stage is full, and returns it
 //     reader.give_back()                   says that this stage is empty

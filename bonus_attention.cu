@@ -18,17 +18,22 @@
 // and the units for exponentials. In a cycle a multiprocessor computes 16 exponentials, and its
 // tensor cores do 4096 operations.
 //
-//     library      cuBLAS, a softmax, cuBLAS: logits and probabilities go through memory
-//     cuDNN        NVIDIA's fused kernel, where the library is found: the one to beat
-//     rows         a block a row of Q: fused, easy and slow; every block reads all of K and V
-//     mma.sync     32 rows of Q to a warp. The probabilities become the left factor of the second
-//                  product in the registers in which the first has left them
-//     Hopper       the copy engine brings K and V, warpgroups multiply (lesson 3's *specialized*)
-//     ping-pong    two warpgroups take turns: while one multiplies, the other computes exponentials
-//     overlap      while a consumer computes exponentials, its own results are still multiplied
-//     rare factors what has been summed up is scaled only where a maximum has grown by a lot
-//     tile scheduler  blocks stay, take the next rows of Q when they are done, and look for a
-//                  maximum only where they need one
+//     library              cuBLAS, a softmax, cuBLAS: logits and probabilities go through memory
+//     cuDNN                NVIDIA's fused kernel, where the library is found: the one to beat
+//     rows                 a block a row of Q: fused, easy and slow; every block reads all of K
+//                          and V
+//     tensor cores         32 rows of Q to a warp, products by mma.sync. The probabilities become
+//                          the left factor of the second product in the registers in which the
+//                          first has left them
+//     warp specialization  the copy engine brings K and V, warpgroups multiply (as in lesson 3)
+//     ping-pong            two warpgroups take turns: while one multiplies, the other computes
+//                          exponentials
+//     overlap              while a consumer computes exponentials, its own results are still
+//                          multiplied
+//     rare factors         what has been summed up is scaled only where a maximum has grown by a
+//                          lot
+//     tile scheduler       blocks stay, take the next rows of Q when they are done, and look for a
+//                          maximum only where they need one
 //
 // --causal and --full print one of the two tables. --hard-rows makes the logits of most queries
 // hard. Some are as large as 2^17 or 2^18 times the scale, which for a width of 64 is 16384 or
@@ -75,7 +80,7 @@ struct Operands {
 // A block owns query blockIdx.x of head blockIdx.y of batch blockIdx.z, a warp every fourth key. A
 // lane has kWidth / 32 neighbouring columns of the row of Q, of K, of V and of out. The warp keeps
 // the largest logit so far, the sum of the exponentials relative to it, and the row of out. In the
-// end the warps' parts of the row are merged, as in lesson 9: each is scaled to the largest
+// end what the warps have of the row is merged, as in lesson 9: each is scaled to the largest
 // maximum. Every block reads all of its head's K and V: one operation for every byte.
 //
 // (Most words from primitives/ are those of lessons 7 and 8. lanes_sum<32> adds up a number over 32
@@ -137,7 +142,7 @@ __global__ void __launch_bounds__(32 * kRowWarps) attention_rows(Operands<T> in)
   }
 }
 
-// ---- mma.sync -----------------------------------------------------------------------------------
+// ---- tensor cores -------------------------------------------------------------------------------
 
 constexpr float kLog2E = 1.44269504088896340736f, kLn2 = 0.693147180559945309417f;
 
@@ -225,6 +230,16 @@ __device__ __forceinline__ void mask(float (&logits)[kCount], int key, const int
 // registers.
 //
 // The last keys come first, so that the tile which the mask cuts is at the beginning.
+//
+// The words, from primitives/:
+//     copy_swizzled                 starts the copies of a tile to shared memory, where it lies as
+//                                   lesson 3's *swizzled tiles* has it
+//     load_left, load_right         load fragments of a left and of a right factor by ldmatrix;
+//                                   load_right_transposed those of K^T from a tile of K
+//     add_product                   multiplies such fragments, and adds to sums: many mma.sync
+//     pack2<T>(left, right)         two numbers, rounded to T, in one register
+//     store_results                 stores a warp's results by way of shared memory, in whole rows;
+//                                   pair_of finds two neighbours among a lane's results
 template <int kWidth>
 struct MmaTile {
   static constexpr int kWarps = kWidth == 256 ? 8 : 4, kKeys = 64, kRows = 128;
@@ -332,7 +347,7 @@ __global__ void __launch_bounds__(MmaTile<kWidth>::kThreads) attention_mma(Opera
                                      });
 }
 
-// ---- Hopper -------------------------------------------------------------------------------------
+// ---- warp specialization ------------------------------------------------------------------------
 
 // A block owns 128 rows of Q of a head. Its producer has the copy engine bring them, and then tiles
 // of K and V, one after the other, to the stages of one pipeline: a stage is a tile of K or of V.
@@ -340,7 +355,7 @@ __global__ void __launch_bounds__(MmaTile<kWidth>::kThreads) attention_mma(Opera
 // lie in shared memory: K^T, whose columns are rows of K, and V. The probabilities are a left
 // factor in registers.
 //
-// The words are those of lesson 3 ("Hopper: words"), and these:
+// The words are those that lesson 3 has above its kernels for Hopper, and these:
 //     LeftFragments                 a left factor in the registers of a warpgroup, in slices of 16
 //     kSlices                       64 of what a product sums over are four slices, a wgmma each
 //     AlongK                        what wgmma reads of a factor whose rows in memory are summed
@@ -691,10 +706,10 @@ __global__ void __launch_bounds__(384, 1)
 
 // What is left? A block of *overlap* waits for its first tiles, and its tensor cores wait again
 // when it stores its last results; and with a causal mask blocks have more to do or less. Here
-// blocks stay, one on each multiprocessor. A piece of work is some rows of Q of one head. When the
+// blocks stay, one on each multiprocessor. A work tile is some rows of Q of one head. When the
 // producer has ordered all tiles of one, it takes the number of the next one from a counter in
 // memory (a tile scheduler). Its rows of Q come into the other one of two places, and its first
-// logits are multiplied beside the last results of the piece before. Results leave by the copy
+// logits are multiplied beside the last results of the work tile before. Results leave by the copy
 // engine, from the place where their rows of Q were; a warp of the producer's waits for them.
 //
 // And the exponentials take fewer instructions. Which number a row's exponentials are relative to
@@ -789,16 +804,16 @@ struct StayTile {
   static constexpr bool kTurns = kWidth < 256;
 };
 
-// Rows of Q of a head, and how many tiles of keys they see, at least one. The last tile is taken
-// first. tiles < 0: there is no more work.
+// A work tile: rows of Q of a head, and how many tiles of keys they see, at least one. The last
+// tile is taken first. tiles < 0: there is no more work.
 struct Piece {
   int row, head, batch, tiles;
 };
 
 // Heads are taken in `sections` sections of `section` heads, and then a last one with all that are
-// left. In a section the rows with the most keys come first. next[0] counts the pieces that were
-// taken beside the first one of each block, next[1] the blocks that are done. Both are 0 before the
-// launch and after it.
+// left. In a section the rows with the most keys come first. next[0] counts the work tiles that
+// were taken beside the first one of each block, next[1] the blocks that are done. Both are 0
+// before the launch and after it.
 struct TileScheduler {
   int row_tiles, heads, section, sections;  // heads: of all batches
   unsigned total;
@@ -863,8 +878,8 @@ struct Turns {
   }
 };
 
-// The producer's thread. K of each tile comes before V of the tile before it, also from one piece
-// of work to the next.
+// The producer's thread. K of each tile comes before V of the tile before it, also from one work
+// tile to the next.
 template <typename T, int kWidth>
 __device__ __forceinline__ void bring_pieces(StayShared<T, kWidth>& shared, const StayMaps& maps,
                                              const Operands<T>& in,
@@ -936,7 +951,7 @@ __device__ __forceinline__ void store_pieces(StayShared<T, kWidth>& shared, cons
   }
 }
 
-// What a consumer has of a piece of work: 64 rows, from `row` on, and of its tiles of keys those
+// What a consumer has of a work tile: 64 rows, from `row` on, and of its tiles of keys those
 // below `end`, which are all that they see. `tile` is the one that comes next.
 struct ConsumerPiece {
   int stage, row, tile, end;
@@ -1001,7 +1016,7 @@ struct StayConsumer {
   __device__ __forceinline__ void hide(Logits& logits, const ConsumerPiece& own, int tile) const {
     if (tile >= own.whole) mask(logits.elements, tile * kKeys, own.limit);
   }
-  // The results of a piece, to where their rows of Q were.
+  // The results of a work tile, to where their rows of Q were.
   __device__ __forceinline__ void put(const ConsumerPiece& own, LazyRows& lazy,
                                       Sum<kWidth>& result) const {
     const Piece& piece = shared.pieces[own.stage];
@@ -1045,7 +1060,7 @@ struct StayConsumer {
     Sum<kWidth> result;
     Probs probs;
     float factor[2];
-    // The first tile of a piece, without the last one of another.
+    // The first tile of keys of a work tile, without the last one of another.
     const auto begin = [&](const ConsumerPiece& piece) {
       turns.wait();
       const int k = take();
@@ -1097,10 +1112,10 @@ struct StayConsumer {
           Block::to_factor(probs, logits);
         }
       }
-      // From here on the next tile may be of the next piece, and may be hidden. The flags:
+      // From here on the next tile may be of the next work tile, and may be hidden. The flags:
       //   active       `probs` has the exponentials of this tile, `own`; else the tile is hidden
-      //   last         this tile is the last one of its piece
-      //   more         there is a next tile, of this piece or of the next one
+      //   last         this tile is the last one of its work tile
+      //   more         there is a next tile, of this work tile or of the next one
       //   next_active  there is a next tile, and it is not hidden
       // Of a tile that is hidden K and V are passed over.
       const bool last = own.tile == 0;
@@ -1113,7 +1128,7 @@ struct StayConsumer {
         --next.tile;
       }
       const bool next_active = more && next.tile < next.end;
-      if (active && next_active) {  // the last tile of a piece, and the first one of the next
+      if (active && next_active) {  // the last of a work tile, the first of the next
         turns.wait();
         const int k = take();
         start_logits(logits, next.stage, k);
@@ -1148,7 +1163,7 @@ struct StayConsumer {
         }
         give_back(take());
       }
-      if (last) {  // the warp has no more to do with this piece
+      if (last) {  // the warp has no more to do with this work tile
         __syncwarp();
         EachWarp::release(shared.results[own.stage][consumer]);
       }
@@ -1234,7 +1249,7 @@ struct Table : AttentionProblem<T> {
     using Mma = MmaTile<kWidth>;
     allow_shared_bytes(attention_mma<T, kWidth>, Mma::kBytes);
     const dim3 mma_grid = grid(Mma::kRows);
-    this->kernel("mma.sync", Role::ours,
+    this->kernel("tensor cores", Role::ours,
                  [=, this] {
                    attention_mma<T, kWidth><<<mma_grid, Mma::kThreads, Mma::kBytes>>>(operands());
                  })
@@ -1247,7 +1262,7 @@ struct Table : AttentionProblem<T> {
     allow_shared_bytes(attention_ping_pong<T, kWidth>, kBytes);
     allow_shared_bytes(attention_overlap<T, kWidth, false>, kBytes);
     allow_shared_bytes(attention_overlap<T, kWidth, true>, kBytes);
-    this->kernel("Hopper", Role::ours,
+    this->kernel("warp specialization", Role::ours,
                  [this] {
                    attention_hopper<T, kWidth><<<grid(Tile::kRows), 384, kBytes>>>(
                        maps(Tile::kRows, Tile::kKeys), operands());
@@ -1278,11 +1293,11 @@ struct Table : AttentionProblem<T> {
     add_tile_scheduler<kWidth>();
   }
 
-  // Without a mask all pieces are equally long, and heads come one after the other: so each K and V
-  // is read from memory once. With a causal mask the long pieces of a section come first. Only at
-  // the end does it matter that blocks end together. So sections have a quarter of the pieces that
-  // are computed at a time, and the last one has many: as many as half of the L2 cache has room for
-  // K and V of.
+  // Without a mask all work tiles are equally long, and heads come one after the other: so each K
+  // and V is read from memory once. With a causal mask the long ones of a section come first. Only
+  // at the end does it matter that blocks end together. So sections have a quarter of the work
+  // tiles that are computed at a time, and the last one has many: as many as half of the L2 cache
+  // has room for K and V of.
   TileScheduler scheduler(int rows, unsigned blocks, unsigned* next) const {
     const AttentionShape& of = this->shape;
     const int row_tiles = static_cast<int>(ceil_div(of.queries, int64_t{rows}));
@@ -1349,7 +1364,7 @@ void add_table(Lesson& lesson, cublasHandle_t blas, const std::string& type, Att
       lesson.note("These kernels have widths of 64, 128 and 256. operators/ has others.");
   }
   Problem& problem = table->problem;
-  problem.compare("overlap", "Hopper",
+  problem.compare("overlap", "warp specialization",
                   name + ": turns, and products beside exponentials: % times as fast.");
   problem.compare("tile scheduler", "cuDNN", name + ": the last kernel runs at % of cuDNN's rate.");
 }

@@ -246,7 +246,7 @@ EXERCISES = [
     ),
     Exercise(
         "fragment", TENSOR_CORES, "which element of the result does a lane hold?",
-        "ldmatrix", ("136",),
+        "swizzled tiles", ("136",),
         (Cut("PairPlace place_of_pair(", "const int row =", "const int col =", """\
   // TODO: in which row of the 16 x 8 fragment are the lane's elements 0 and 1, and in which column
   // is element 0?
@@ -257,7 +257,7 @@ EXERCISES = [
     ),
     Exercise(
         "swizzle", TENSOR_CORES, "a box whose pieces have changed places (Hopper)",
-        "persistent", ("392",),
+        "tile scheduler", ("392",),
         (Cut("void store_tile(", "store_matrices(&out[c / 64].elements[swizzled(", "registers);", """\
       // TODO: the copy engine expects a swizzled box: piece p of row r lies where piece
       // p ^ (r % 8) would be. Here nothing is swizzled. (A row has 64 elements, a piece 8.)
@@ -267,7 +267,7 @@ EXERCISES = [
     ),
     Exercise(
         "phase", TENSOR_CORES, "the phase of an mbarrier (Hopper)",
-        "wgmma", ("192",),  # every stage once; then the first ones again
+        "one warpgroup", ("192",),  # every stage once; then the first ones again
         (Cut("matmul_wgmma(const __grid_constant__", "Ring ring{kStages};", "", """\
   struct {
     int stage = 0, parity = 0;
@@ -282,7 +282,7 @@ EXERCISES = [
     ),
     Exercise(
         "give_back", TENSOR_CORES, "a stage is given back (Hopper)",
-        "specialized", ("456",),  # twice as many steps as stages: to give back too early shows
+        "warp specialization", ("456",),  # twice as many steps as stages: to give back too early shows
         (Cut("matmul_specialized(const __grid_constant__", "if (step > 0 && threadIdx.x % 128 == 0) {",
              "      }", """\
       // TODO: give the stage of the step before back to the producer. Each of the two consumers
@@ -386,7 +386,7 @@ EXERCISES = [
     ),
     Exercise(
         "rescale", ATTENTION, "attention, when a larger maximum comes",
-        "mma.sync", ("20", "--keys", "200", "--width", "64", "--heads", "1", "--batch", "1", "--full"),
+        "tensor cores", ("20", "--keys", "200", "--width", "64", "--heads", "1", "--batch", "1", "--full"),
         (Cut("struct OnlineRows {", "factor[r] = exp2_approximate(", "sum[r] *= factor[r];", """\
         // TODO: what has been summed up of the row so far, here and in the kernel, is relative to
         // largest[r], and has to become relative to most[r]. By which factor? (2^x is computed, of
@@ -420,7 +420,7 @@ EXERCISES = [
     ),
     Exercise(
         "too_early", TENSOR_CORES, "right up to N = 256, and NaN from there on (Hopper)",
-        "specialized", ("264",),
+        "warp specialization", ("264",),
         (Cut("matmul_specialized(const __grid_constant__", "wgmma_wait<1>();", "", """\
       wgmma_wait<2>();  // the step before is done: its stage may be refilled
 """),),
@@ -436,7 +436,7 @@ EXERCISES = [
     ),
     Exercise(
         "on_some_gpus", TENSOR_CORES, "right here, wrong elsewhere (Hopper)",
-        "persistent", ("392",),
+        "tile scheduler", ("392",),
         (Cut("void store_tile(", "shared_fence();", "", ""),),
         finds="^A race", columns="N", sanitizers=("thread",), multiprocessors=4,
         mutant=("store_tile", "shared_fence() without"),

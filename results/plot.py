@@ -60,10 +60,10 @@ STYLE = {
 LADDER = {
     "1_matmul_basic": (ORANGE, ["uncoalesced", "coalesced"]),
     "2_matmul_sharedmem": (GREEN, ["tile", "registers", "ahead", "cuBLAS fp32"]),
-    "3_matmul_tensorcore": (BLUE, ["wmma shared", "mma.sync", "patches", "cuBLAS fp16"]),
+    "3_matmul_tensorcore": (BLUE, ["wmma shared", "double buffering", "rasterization", "cuBLAS fp16"]),
 }
 # What a row of LADDER was called in records from before lessons 2 and 3 had one idea a kernel.
-FORMER_NAMES = {"ahead": "async", "patches": "persistent"}
+FORMER_NAMES = {"ahead": "async", "rasterization": "tile scheduler"}
 # What stands beside each other: for a figure of its lesson, (title, record, problem) of each panel.
 FUSED = {
     "6_gating_fused": [
@@ -91,8 +91,8 @@ FUSED = {
 }
 # Lessons of which all problems are drawn over a size that is not the first of their dims: its name, what
 # other dims are in the figure, and which kernels.
-OVER = {"bonus_attention": ("S", {"d": 128}, ("library", "cuDNN", "mma.sync", "Hopper", "ping-pong",
-                                               "tile scheduler"))}
+OVER = {"bonus_attention": ("S", {"d": 128}, ("library", "cuDNN", "tensor cores", "warp specialization",
+                                               "ping-pong", "tile scheduler"))}
 # What a figure is about, by its lesson: what stands before the device's name.
 TITLES = {
     "3_matmul_tensorcore": "N x N product in fp16, lesson 3",
@@ -385,7 +385,7 @@ def draw_sizes(folder, lesson):
     width = 12 if len(panels) == 1 else 8 * len(panels)
     figure, all_axes = plt.subplots(
         1, len(panels), figsize=(width, 7), sharey=True, squeeze=False,
-        gridspec_kw={"wspace": 0.38},
+        gridspec_kw={"wspace": 0.46 if lesson in OVER else 0.38},
     )
     colors, ends = {}, []  # the same color in every panel
     for axes, (name, problems) in zip(all_axes[0], panels.items()):

@@ -379,20 +379,20 @@ def turns():
             x += units * unit
 
     copy, multiply, wait, store = SKY, BLUE, GREY, RUST
-    picture.text(20, 30, "wgmma: the same warps order copies, wait, and multiply", bold=True)
+    picture.text(20, 30, "one warpgroup: the same warps order copies, wait, and multiply", bold=True)
     lane(44, "copy engine", [(2, copy, "tile 0"), (2, copy, "1"), (2, copy, "2"), (1, None, ""), (2, copy, "3"),
                              (1, None, ""), (2, copy, "4"), (1, None, ""), (2, copy, "5"), (1, None, ""),
                              (2, copy, "6")])
     lane(84, "four warps", [(2, wait, "wait"), *[(2, multiply, str(step)) if part else (1, wait, "")
                                                  for step in range(6) for part in (1, 0)]])
-    picture.text(20, 164, "specialized: a producer orders copies, consumers only multiply; but a tile of C is "
+    picture.text(20, 164, "warp specialization: a producer only copies, consumers multiply; but a tile is "
                  "stored, and the block ends", bold=True)
     lane(178, "copy engine", [*[(1.5, copy, str(step)) for step in range(6)], (4, None, ""),
                               *[(1.5, copy, str(step)) for step in range(5)]])
     lane(218, "consumers", [(1.5, wait, "wait"), *[(1.5, multiply, str(step)) for step in range(6)],
                             (2.5, store, "store"), (1.5, wait, "wait"),
                             *[(1.5, multiply, str(step)) for step in range(4)]])
-    picture.text(20, 298, "persistent: the block stays, and its producer already copies for the next tile of C",
+    picture.text(20, 298, "tile scheduler: the block stays, and its producer already copies for the next tile of C",
                  bold=True)
     lane(312, "copy engine", [*[(1.5, copy, str(step)) for step in range(6)],
                               *[(1.5, copy, str(step)) for step in range(3)], (1, None, ""),

@@ -1,6 +1,6 @@
-// Attention on any GPU from compute capability 8.0 on (in fp16 from 7.5), for any shape: *mma.sync*
-// of bonus_attention.cu for rows that lie anywhere, of any width, and for keys that are divided
-// among blocks. And the kernel that puts the parts together which that leaves.
+// Attention on any GPU from compute capability 8.0 on (in fp16 from 7.5), for any shape: *tensor
+// cores* of bonus_attention.cu for rows that lie anywhere, of any width, and for keys that are
+// divided among blocks. And the kernel that puts the parts together which that leaves.
 #pragma once
 
 #include "operators/attention/online.cuh"

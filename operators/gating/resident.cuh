@@ -1,5 +1,5 @@
-// The gated layer with weights that stay: lesson 6's "Hopper resident" for any shape whose weights
-// fit on chip, in one block or divided among several.
+// The gated layer with weights that stay: lesson 6's *warp specialization* for any shape whose
+// weights fit on chip, in one block or divided among several.
 //
 // What the lesson's kernel leaves open, and what is done about it here:
 //

@@ -1,4 +1,4 @@
-// Lesson 8's *Hopper*, backward: dM1, dM2 and D, summed up over the vertices. What lies in shared
+// Gradient features, backward: dM1, dM2 and D, summed up over the vertices. What lies in shared
 // memory, and how it is loaded, is in tiles.cuh; what becomes of the sums in small_products.cuh.
 #pragma once
 

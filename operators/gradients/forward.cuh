@@ -1,4 +1,4 @@
-// Lesson 8's *Hopper*, forward: out = tanh(xr ar + xi ai), all six products by wgmma. What lies in
+// Gradient features, forward: out = tanh(xr ar + xi ai), all six products by wgmma. What lies in
 // shared memory, and how it is loaded, is in tiles.cuh; the launch in features.cuh.
 #pragma once
 

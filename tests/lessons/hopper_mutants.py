@@ -275,19 +275,19 @@ IN_PLACE = (ROWS_OF_CLASSES, HALF_FUSED, PLANES_BESIDE)
 # that stay. Arguments, and how many multiprocessors the device has.
 RUNS = {
     "3_matmul_tensorcore": [
-        (("392", "--kernel", "^wgmma$"), 8),
-        (("392", "--kernel", "^specialized$"), 8),
-        (("520", "--kernel", "^(persistent|clusters|patches)$"), 2),
-        (("248", "--kernel", "^(persistent|clusters|patches)$"), 4),
+        (("392", "--kernel", "^one warpgroup$"), 8),
+        (("392", "--kernel", "^warp specialization$"), 8),
+        (("520", "--kernel", "^(tile scheduler|clusters|rasterization)$"), 2),
+        (("248", "--kernel", "^(tile scheduler|clusters|rasterization)$"), 4),
     ],
     # Three clusters, or six blocks: some tiles are shared, and everybody has more steps than stages.
     PRODUCT: [(("392", "264", "520"), 6)],
     "6_gating_fused": [
         # More tiles for each consumer than it has stages; a second block of columns.
-        (("3", "--channels", "128", "--kernel", "^Hopper resident"), 2),
-        (("1", "--channels", "72", "--hidden", "72", "--kernel", "^Hopper resident"), 2),
+        (("3", "--channels", "128", "--kernel", "^warp specialization"), 2),
+        (("1", "--channels", "72", "--hidden", "72", "--kernel", "^warp specialization"), 2),
         # Several tiles for a cluster, and more steps than stages.
-        (("1", "--channels", "512", "--hidden", "136", "--kernel", "^Hopper cluster"), 2),
+        (("1", "--channels", "512", "--hidden", "136", "--kernel", "^clusters"), 2),
     ],
     "operators_gating": [
         # What takes every shape. More stages than one for a tile; boxes of out in panels; rows of any length, in
@@ -350,7 +350,7 @@ RUNS = {
     # More tiles of keys than stages, for two blocks, of which one has less than a tile of rows.
     ATTENTION: [
         (("150", "--keys", "700", "--width", "64", "--heads", "1", "--batch", "1", "--full", "--kernel",
-          "^(Hopper|ping-pong|overlap)$"), 2),
+          "^(warp specialization|ping-pong|overlap)$"), 2),
         # Several pieces of work for a block, whose tiles the mask hides from some; logits that grow.
         (("400", "--keys", "600", "--width", "64", "--heads", "4", "--batch", "1", "--causal", "--hard-rows",
           "--kernel", "^tile scheduler$"), 1),

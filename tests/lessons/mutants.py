@@ -192,12 +192,12 @@ BARRIERS = [
     # Small tiles, eight slices.
     (PRODUCT, "operator", "void add_slices(", 2, SMALL_PRODUCT),
     (TENSOR_CORES, "wmma shared", "matmul_wmma_shared(", 2, MATMUL_ARGUMENTS),
-    (TENSOR_CORES, "ldmatrix", "matmul_ldmatrix(", 2, MATMUL_ARGUMENTS),
+    (TENSOR_CORES, "swizzled tiles", "matmul_ldmatrix(", 2, MATMUL_ARGUMENTS),
     # The ring of *stages*; three steps and, of an odd N, copies by threads.
     (TENSOR_CORES, "stages", "int next() {", 1, ("65",)),
     # Three steps: after them, lagging warps still read the first of the three stages, which the
     # staging of C overwrites. It leaves the last stage alone, which they would read after five.
-    (TENSOR_CORES, "mma.sync", "matmul_mma(", 3, ("65",)),
+    (TENSOR_CORES, "double buffering", "matmul_mma(", 3, ("65",)),
     (FUSED, "tensor cores", "gating_tensor_cores(", 3, LAYER_ARGUMENTS),
     (FUSED, "async tiles", "gating_async(", 2, LAYER_ARGUMENTS),
     # The ring of copies that run ahead: each kernel that has one.
@@ -238,7 +238,7 @@ BARRIERS = [
     (CLIFFORD, "both on chip", "backward_on_chip(", 1, CLIFFORD_ARGUMENTS),
     (STATIONARY, "tile stationary", "matmul_tile_stationary(", 2, ("129",)),
     (ATTENTION, "rows", "attention_rows(", 1, ATTENTION_ARGUMENTS),
-    (ATTENTION, "mma.sync", "int next() {", 1, ATTENTION_ARGUMENTS),
+    (ATTENTION, "tensor cores", "int next() {", 1, ATTENTION_ARGUMENTS),
     (OF_ATTENTION, "operator", "attention_merge(", 1, MERGED_ATTENTION_ARGUMENTS),
     (OF_ATTENTION, "operator", "int next() {", 1, ATTENTION_ARGUMENTS),
     (CONNECTED, "planes in tiles", "void forward_tile(", 2, CONNECTED_ARGUMENTS),
@@ -326,12 +326,12 @@ MUTANTS = [
     _other(
         1, "tiles_used_before_they_arrive", "thread", ATTENTION, "int next() {",
         "copy_async_wait<kStages - 2>();", "copy_async_wait<kStages - 1>();",
-        DATA_RACE, *ATTENTION_ARGUMENTS, "--kernel", "^mma.sync$",
+        DATA_RACE, *ATTENTION_ARGUMENTS, "--kernel", "^tensor cores$",
     ),
     _wrong(
         1, "mma_sync_without_rescaling", ATTENTION, "attention_mma(",
         "result[m][j][i] *= factor[i / 2];", "static_cast<void>(0);",
-        "mma.sync .*FAILED", *ATTENTION_ARGUMENTS, "--kernel", "mma.sync",
+        "tensor cores .*FAILED", *ATTENTION_ARGUMENTS, "--kernel", "tensor cores",
     ),
     _other(
         1, "staging_read_too_early", "thread", FUSED, "struct GateSums {",

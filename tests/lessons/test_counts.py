@@ -52,7 +52,7 @@ EXPLAINED = {
        for problem, kernel in (("layer", "tensor cores"), ("layer", "async tiles"),
                                ("layer", "resident weights"), ("square", "tensor cores"),
                                ("square", "async tiles"))},
-    ("6_gating_fused", "", "layer: Hopper resident"): {"shared_load_requests": MERGED},
+    ("6_gating_fused", "", "layer: warp specialization"): {"shared_load_requests": MERGED},
     ("7_diffusion_fused", "", "forward: one launch"): {
         "global_load_requests": POLLING, "global_load_sectors": POLLING,
         "global_store_requests": SPLIT, "global_store_sectors": SPLIT,
@@ -201,9 +201,9 @@ LADDERS = {
         ("square", ["six kernels", "cuBLASLt + one kernel"])],
     "6_gating_fused": [
         ("layer", ["one thread per element", "cuBLASLt + one kernel", "tensor cores", "async tiles",
-                   "resident weights", "Hopper resident"]),
+                   "resident weights", "warp specialization"]),
         ("square", ["one thread per element", "cuBLASLt + one kernel", "tensor cores", "async tiles"]),
-        ("square", ["cuBLASLt + one kernel", "Hopper cluster"])],
+        ("square", ["cuBLASLt + one kernel", "clusters"])],
     # The unfused rows' products count as little as they could move: here that is less than split-K.
     "7_diffusion_fused": [
         ("forward", ["unfused", "one launch"]),

@@ -682,14 +682,14 @@ def test_a_row_says_which_way_it_is(run, lesson, arguments, kernel, way):
 
 
 @pytest.mark.parametrize("channels, hidden, kernels", [
-    (128, 64, ["resident"]), (8, 200, ["resident"]), (136, 64, ["cluster"]),
+    (128, 64, ["warp specialization"]), (8, 200, ["warp specialization"]), (136, 64, ["clusters"]),
     (128, 60, []), (100, 64, []), (1024, 300, []),  # rows that are not aligned
-    (1024, 258200, ["cluster"]), (1024, 516288, ["cluster"]),  # 2 GiB of weights
+    (1024, 258200, ["clusters"]), (1024, 516288, ["clusters"]),  # 2 GiB of weights
 ])
 def test_rows_for_hopper_are_left_out_where_a_shape_is_not_theirs(channels, hidden, kernels):
     command = [program("6_gating_fused"), 1, "--channels", channels, "--hidden", hidden]
     result = execute([*command, "--device", "cpu", "--list"])
-    assert re.findall("layer: Hopper (.*)", result.stdout) == kernels
+    assert re.findall("layer: (warp specialization|clusters)", result.stdout) == kernels
 
 
 def test_one_way_has_no_name(run):
@@ -723,7 +723,7 @@ def test_attention(run, backend, shape):
     assert {tuple(dims.values())[1:] for dims in dims_of(result).values()} == {(heads, kv_heads, queries, keys, width)}
     assert set(dims_of(result)) == {"bf16 full", "bf16 causal"}
     names = {kernel["name"] for _, kernel in result.kernels}
-    assert ("mma.sync" in names) == ("tile scheduler" in names) == (width in (64, 128, 256))
+    assert ("tensor cores" in names) == ("tile scheduler" in names) == (width in (64, 128, 256))
 
 
 @pytest.mark.parametrize("flags", [("--fp16", "--full"), ("--causal",)])
@@ -741,7 +741,7 @@ def test_attention_moves_no_logits(tmp_path):
     for size in (128, 256):
         record = tmp_path / "counted.json"
         arguments = [*map(str, attention_arguments(size, size, 1, 1, width, "--full")), "--kernel",
-                     "^(library|Hopper|ping-pong|overlap|tile scheduler)$"]
+                     "^(library|warp specialization|ping-pong|overlap|tile scheduler)$"]
         result = execute([program(ATTENTION, "cpu"), *arguments, "--device", "cpu", "--count", "--json", record])
         if "not compiled for it" in result.stderr:
             pytest.skip("this compiler's programs do not count")

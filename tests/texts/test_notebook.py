@@ -47,7 +47,8 @@ SCHEMA = {
 def without_hopper(record):
     """The record of a GPU that lacks its kernels."""
     for problem in record["problems"]:
-        names = r"wgmma|specialized|persistent|clusters|patches|Hopper|ping-pong|overlap|rare|one launch|streamed"
+        names = (r"one warpgroup|warp specialization|tile scheduler|clusters|rasterization|ping-pong|overlap|rare|one launch|"
+                 r"streamed")
         problem["kernels"] = [k for k in problem["kernels"] if not re.search(names, k["name"])]
     return record
 
