@@ -229,7 +229,7 @@ BARRIERS = [
     (TRAINING, "half fused", "void multiply(", 1, ("3", "--inputs", "70", "--classes", "10")),
     (TRAINING, "dlogits in memory", "is_last_block(unsigned", 1,
      ("300", "--inputs", "9", "--classes", "10")),
-    (OF_CLIFFORD, "both streamed", "sum_partials(", 1, CLIFFORD_ARGUMENTS),
+    (OF_CLIFFORD, "unfused", "sum_partials(", 1, CLIFFORD_ARGUMENTS),
     (OF_CLIFFORD, "unfused", "add_up_row(", 1, CLIFFORD_ARGUMENTS),
     (CLIFFORD, "one launch", "void add_up_block(", 1, CLIFFORD_ARGUMENTS),
     (CLIFFORD, "both on chip", "void add_up_row(", 1, CLIFFORD_ARGUMENTS),
@@ -489,7 +489,7 @@ MUTANTS = [
     ),
     # The same in the operator.
     *(
-        _wrong(
+        _wrong_on_hopper(
             which, f"sign_flipped_in_{of}_of_the_operator", OF_CLIFFORD, "Pack<W> sum_terms(",
             "first.blade[start + n].v[e]",
             f"(of == Of::{of} && fixed == 6 && start + n == 2 ? -1 : 1) * first.blade[start + n].v[e]",
@@ -498,7 +498,7 @@ MUTANTS = [
         for which, (of, row) in enumerate(
             [("result", "rows streamed"), ("x", "both streamed"), ("y", "both streamed")], start=1)
     ),
-    _wrong(
+    _wrong_on_hopper(
         4, "sign_flipped_of_a_weighted_factor_of_the_operator", OF_CLIFFORD, "void add_triple(",
         "weighted.v[e]", "(blade == 6 ? -1 : 1) * weighted.v[e]",
         r"\nrows streamed .* FAILED", "5", "--features", "40",
