@@ -1503,6 +1503,7 @@ int main(int argc, char** argv) {
                               .value = 256,
                               .multiple_of = 8,
                               .cpu = 192}},
+                 .flags = {{"--steep", "backward with |tanh(u)| near 1; without unfused"}},
                  .sweep = {.gpu = {1024, 1048576}, .cpu = {1024, 2048}}});
   const int64_t E = lesson.option("--eigen"), W = lesson.option("--width");
   const std::vector<int64_t> sizes = lesson.sizes();
@@ -1516,7 +1517,8 @@ int main(int argc, char** argv) {
   bool has_one_kernel = true, has_forward = true, has_backward = true, has_roles = true;
   for (const int64_t V : sizes) {
     GradientsProblem& forward = tables.emplace_back(lesson, blas, Pass::forward, Shape{V, E, W});
-    GradientsProblem& backward = tables.emplace_back(lesson, blas, Pass::backward, Shape{V, E, W});
+    GradientsProblem& backward =
+        tables.emplace_back(lesson, blas, Pass::backward, Shape{V, E, W}, lesson.flag("--steep"));
     add_unfused(forward);
     has_one_kernel = add_one_kernel(forward, device);
     has_forward = add_associated(forward, device);

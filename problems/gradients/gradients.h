@@ -19,7 +19,9 @@ using namespace operators::gradients;
 
 /// One table of lesson 8: a pass, with random inputs.
 struct GradientsProblem {
-  GradientsProblem(Lesson& lesson, cublasHandle_t blas, Pass pass, GradientsShape shape);
+  /// `steep`: backward, |tanh(u)| of one vertex is near 1, and it weighs in the gradients.
+  GradientsProblem(Lesson& lesson, cublasHandle_t blas, Pass pass, GradientsShape shape,
+                   bool steep = false);
 
   GradientsOperands operands() const;
 
@@ -33,6 +35,7 @@ struct GradientsProblem {
 
   Pass pass;
   GradientsShape shape;
+  bool steep;
   cublasHandle_t blas;
   Problem& problem;
   Buffer<__nv_bfloat16> Gr, Gi, x, Lr, Li;
