@@ -685,9 +685,9 @@ def test_reader_links_what_the_lesson_does(exercise, tmp_path):
 @pytest.mark.extensive
 @pytest.mark.parametrize("most", [2, pytest.param(None, id="all", marks=pytest.mark.slow)])
 def test_exercises_are_built_as_a_reader_builds_them(clone, most):
-    """By the reader's own command, of all exercises whose files include the same the first one, or of
-    these the shortest with an even and with an odd number: what differs between them test_wrong_answers_are_refused() compiles. Some editors
-    put a mark at the start, and some write a name in Latin-1."""
+    """By the reader's own command, of all exercises whose files include the same the first one, or of these the
+    shortest with an even and with an odd number: what differs between them test_wrong_answers_are_refused()
+    compiles. Some editors put a mark at the start, and some write a name in Latin-1."""
     files = {(each.lesson, each.headers): each for each in reversed(EXERCISES)}
     my = clone / "exercises" / "my"
     my.mkdir()
