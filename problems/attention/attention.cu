@@ -69,12 +69,14 @@ __global__ void make_queries_hard(T* Q, size_t rows, int64_t queries, int64_t he
   T* own = Q + row * width;
   const auto s = static_cast<int64_t>(row / heads % queries), h = static_cast<int64_t>(row % heads);
   const auto kind = (s + h) % 4;
-  const bool only_infinite = (s + h) % 8 == 7;
+  const bool only_infinite = (s + h) % 8 == 7 && s / 16 % 2 == 0;
+  const bool grows = kind == 3 && s / 16 % 2 == 1 && s / 8 % 2 == s / 32 % 2;
   put(own[0], kind == 0 ? 256 : 0);
   put(own[1], kind == 1 ? 64 : 0);
   put(own[2], 1);
   put(own[3], kind == 1 ? 8 : 0);
   put(own[4], only_infinite ? -INFINITY : 0);
+  put(own[5], grows ? 1 : 0);
   for (int i = kSpecialWidth; kind < 3 && i < width; ++i) put(own[i], 0);
 }
 
@@ -91,6 +93,7 @@ __global__ void make_keys_hard(T* K, size_t rows, int64_t keys, int64_t kv_heads
   put(own[2], t % 3 == 1 && !last ? -INFINITY : 0);
   put(own[3], static_cast<float>(t % 8));
   put(own[4], 1);
+  put(own[5], t == 0 ? 1024 : 0);
 }
 
 __global__ void mark_infinite_kernel(const float* in, float* out, size_t count) {

@@ -81,11 +81,15 @@ void reference_attention(cublasHandle_t blas, const T* Q, const T* K, const T* V
 ///       key, which takes all of the sum of a query that sees it (scale = 1/8: 16384 and 32768)
 ///   1   (2^13 + 8 (t % 8)) scale: e^ would overflow without the maximum
 ///   2   all 0
-///   3   as they were; every second of them has only logits of -infinity: out 0, lse -infinity
+///   3   as they were. Of 16 rows and of the next 16 in turn:
+///         every second of them has only logits of -infinity: out 0, lse -infinity
+///         of the first 8, or of the last 8 in turn, the first key has a logit 2^10 scale larger.
+///         It is what kernels take last: then the maximum grows, and by more than exponentials have
+///         room for up to a width of 128. A thread has rows of both eights, of which one grows
 /// and for every query every third key but the last has the logit -infinity. To that end the first
 /// kSpecialWidth columns of K hold such factors, and those of Q choose of them. No product is 0
 /// times infinity, and sums of infinities have one sign: nothing becomes NaN.
-inline constexpr int64_t kSpecialWidth = 5;
+inline constexpr int64_t kSpecialWidth = 6;
 template <typename T>
 void make_hard(T* Q, T* K, const AttentionShape& shape);
 

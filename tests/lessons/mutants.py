@@ -171,6 +171,11 @@ CLIFFORD_ARGUMENTS = ("3", "--features", "260")
 CONNECTED_ARGUMENTS = ("40", "--features", "72", "--algebra", "2,0,0")
 # Three tiles of keys, of which the last one is not full.
 ATTENTION_ARGUMENTS = ("20", "--keys", "140", "--width", "64", "--heads", "1", "--batch", "1", "--full")
+# Heads that share keys; queries that see no key; maxima that grow in one of a thread's rows, and -infinity.
+SHARED_HEADS = ("5", "--keys", "70", "--heads", "4", "--kv-heads", "2", "--width", "64", "--batch", "1", "--full")
+NO_KEYS = ("70", "--keys", "33", "--heads", "2", "--kv-heads", "1", "--width", "64", "--batch", "1", "--causal")
+HARD_ROWS = ("70", "--keys", "150", "--heads", "2", "--kv-heads", "1", "--width", "64", "--batch", "1", "--full",
+             "--hard-rows")
 # One query of one head: its keys are divided among the two multiprocessors.
 MERGED_ATTENTION_ARGUMENTS = ("1", "--keys", "700", "--width", "64", "--heads", "1", "--batch", "1", "--full")
 
@@ -459,6 +464,78 @@ MUTANTS = [
         5, "last_vertex_left_out", SPATIAL, " accumulate_backward(",
         "(in.V + BV - 1) / BV", "in.V / BV",
         "associated .*FAILED", "4097", *NARROW, "--kernel", "associated",
+    ),
+    # Where |tanh(u)| is near 1 hardly a digit is left of the difference.
+    _wrong(
+        6, "slope_of_a_difference", SPATIAL, "float tanh_slope(",
+        "inverse * (four_e * inverse)", "1 - tanhf(u) * tanhf(u)",
+        "associated .*FAILED", "100", "--eigen", "48", "--width", "64", "--steep", "--kernel", "associated",
+    ),
+    # Attention at the sizes that it takes on the CPU, but for the width: what the tiles of keys so far have left is
+    # not scaled to a larger maximum. (A width of 64, since these programs have no other.)
+    *(
+        _wrong_on_hopper(
+            which, f"{function}_without_rescaling", ATTENTION, f"{function}(const __grid_constant__ HopperMaps",
+            "block.scale_rows(result, factor);", "static_cast<void>(0);",
+            f"{row} .*FAILED", "--width", "64", "--full", "--kernel", f"^{row}$",
+        )
+        for which, (function, row) in enumerate(
+            [("attention_hopper", "warp specialization"), ("attention_ping_pong", "ping-pong"),
+             ("attention_overlap", "overlap")],
+            start=2)
+    ),
+    _wrong_on_hopper(
+        5, "sum_without_rescaling", ATTENTION, "struct OnlineRows {",
+        "sum[r] *= factor[r];", "static_cast<void>(0);",
+        "4 of 4 kernels FAILED", "--width", "64", "--full", "--kernel", "^(tensor cores|warp specialization|ping-pong|overlap)$",
+    ),
+    # Another head of K and V: two of them, each for two heads of Q.
+    *(
+        _wrong_on_hopper(
+            which, f"{function}_of_another_head_of_keys", ATTENTION, where,
+            f"{head}head / in.group", f"{head}head % (in.heads / in.group)",
+            f"{row} .*FAILED", *SHARED_HEADS, "--kernel", f"^{row}$",
+        )
+        for which, (function, where, head, row) in enumerate([
+            ("rows", "attention_rows(", "", "rows"), ("mma_sync", "attention_mma(", "", "tensor cores"),
+            ("hopper", "struct HopperBlock ", "", "warp specialization"),
+            ("tile_scheduler", "void bring_pieces(", "piece.", "tile scheduler"),
+        ], start=6)
+    ),
+    # Rows that see no key, and keys of which all logits are -infinity.
+    _wrong_on_hopper(
+        10, "one_over_the_sum_of_no_keys", ATTENTION, "struct OnlineRows {",
+        "sum[r] > 0 ? 1 / sum[r] : 0", "1 / sum[r]",
+        "2 of 2 kernels FAILED", *NO_KEYS, "--kernel", "^(tensor cores|warp specialization)$",
+    ),
+    _wrong_on_hopper(
+        11, "one_over_the_lazy_sum_of_no_keys", ATTENTION, "struct LazyRows {",
+        "none ? 0 : 1 / sum[r]", "1 / sum[r]",
+        "tile scheduler .*FAILED", *NO_KEYS, "--kernel", "^tile scheduler$",
+    ),
+    _wrong_on_hopper(
+        12, "infinity_minus_infinity", ATTENTION, "struct OnlineRows {",
+        "base_of(most[r])", "most[r]",
+        "2 of 2 kernels FAILED", *HARD_ROWS, "--kernel", "^(tensor cores|warp specialization)$",
+    ),
+    # A maximum that grows is looked for in one of a thread's two rows only. Of the other one exponentials are infinite.
+    *(
+        _wrong_on_hopper(
+            which, f"only_row_{1 - r}_grows{of}", ATTENTION, f"struct {struct} {{", old, new,
+            f"{row} .*FAILED", *HARD_ROWS, "--kernel", f"^{row}$",
+        )
+        for which, (struct, of, r, old, new, row) in enumerate([
+            *(("OnlineRows", "", r, f"(most[{r}] - largest[{r}]) * scale > 8", "false", "rare factors")
+              for r in (0, 1)),
+            *(("LazyRows", "_lazily", r, f"more[{r}] <= most", "true", "tile scheduler") for r in (0, 1)),
+        ], start=13)
+    ),
+    # Three warps that have a row are added up as if they were four.
+    _wrong(
+        5, "warps_of_a_power_of_two", CLIFFORD, "void add_up_row(",
+        "sums = RowReduction<kCount>::collect(partials + warp / warps * warps, warps);",
+        "sums = RowReduction<kCount>::collect(partials + warp / warps * warps, 1 << (32 - __clz(warps - 1)));",
+        r"\nrow on chip .* FAILED", "2", "--features", "260", "--kernel", "^row on chip$",
     ),
     # e^s / (1 + e^s) is infinity over infinity where s is large.
     _mutant(

@@ -76,16 +76,17 @@ ALGEBRAS = [
       for each in (("3,0,1", 34, 270), ("1,3,0", 35, 340), ("4,1,0", 56, 1272))),
 ]
 # Batch and features: packs of 4 and single floats; one row and several in a block; more rows than
-# blocks; rows that fill no warp, one and several.
-CLIFFORD_SIZES = [(1, 1), (3, 1), (1, 4), (31, 3), (3, 32), (2, 33), (33, 4), (5, 132), (130, 8)]
+# blocks; rows that fill no warp, one, several, and a number of warps that is no power of two.
+CLIFFORD_SIZES = [(1, 1), (3, 1), (1, 4), (31, 3), (3, 32), (2, 33), (33, 4), (5, 132), (130, 8), (2, 260)]
 
 # The same where features are mixed: less than a tile and more, in rows, columns and steps; odd rows.
 CONNECTED_SIZES = [(1, 1), (65, 8), (70, 33), pytest.param(3, 200, marks=pytest.mark.extensive)] + [
     pytest.param(*size, marks=LONG) for size in [(3, 2), (8, 48), (5, 70), (130, 136), (5, 333)]]
 
 # S, T, heads, heads of keys, d, both without a mask and with it: less than a tile, and more, of each extent; more
-# queries than keys, of which some see none; widths that only the operator has.
-ATTENTIONS = [(1, 1, 1, 1, 64), (70, 33, 2, 1, 64), (20, 150, 1, 1, 128), (33, 70, 3, 3, 36), (5, 300, 4, 1, 72)] + [
+# queries than keys, of which some see none; several heads of keys that heads share; widths that only the operator has.
+ATTENTIONS = [(1, 1, 1, 1, 64), (70, 33, 2, 1, 64), (5, 70, 4, 2, 64), (20, 150, 1, 1, 128), (33, 70, 3, 3, 36),
+              (5, 300, 4, 1, 72)] + [
     pytest.param(shape, marks=pytest.mark.extensive)
     for shape in [(129, 257, 2, 2, 64), (130, 131, 2, 1, 256), (200, 129, 1, 1, 128), (65, 65, 2, 2, 1)]]
 
@@ -460,6 +461,16 @@ def test_spatial_gradients(run, backend, n, eigen, width):
     assert float(difference[1]) < 5e-9
 
 
+# With wide tiles and with narrow ones; the second shape has a vertex more than a tile.
+@pytest.mark.parametrize("n, eigen, width", [(100, 48, 64), (65, 16, 256)])
+def test_spatial_gradients_near_one(run, backend, n, eigen, width):
+    """Gradients that depend on vertices where 1 - tanh(u)^2 has hardly a digit."""
+    arguments = (n, "--eigen", eigen, "--width", width, "--steep")
+    result = run(SPATIAL, *arguments, "--samples", 1)
+    assert_verified(result, listed(SPATIAL, backend, *arguments), 1)
+    assert ("backward", "unfused") not in listed(SPATIAL, backend, *arguments)
+
+
 def test_spatial_gradients_of_rows_too_wide_for_one_kernel():
     shape = ("--eigen", "16", "--width", "720")
     assert listed(SPATIAL, "cpu", "3", *shape) == spatial_kernels(16, 720)
@@ -726,10 +737,10 @@ def test_attention(run, backend, shape):
     assert ("tensor cores" in names) == ("tile scheduler" in names) == (width in (64, 128, 256))
 
 
-@pytest.mark.parametrize("flags", [("--fp16", "--full"), ("--causal",)])
+@pytest.mark.parametrize("flags", [("--fp16", "--full"), ("--full",), ("--causal",)])
 def test_attention_of_hard_rows(run, backend, flags):
-    """Logits of 16384 and of -infinity, which a row may have only."""
-    arguments = attention_arguments(40, 150, 1, 1, 64, "--hard-rows", *flags)
+    """Logits of 16384 and of -infinity, which a row may have only; maxima that grow in some rows only."""
+    arguments = attention_arguments(70, 150, 2, 1, 64, "--hard-rows", *flags)
     result = run(ATTENTION, *arguments, "--samples", 1)
     assert_verified(result, listed(ATTENTION, backend, *arguments), 1)
 
@@ -778,7 +789,7 @@ BENCHMARKS = [
       for batch, features in [(1, 1), (65, 8), (3, 200)]),
     *(("operators_attention", attention_arguments(*shape)) for shape in
       [(1, 1, 1, 1, 64), (70, 33, 2, 1, 64), (33, 70, 3, 3, 36), (5, 300, 4, 1, 72)]),
-    ("operators_attention", attention_arguments(40, 150, 1, 1, 64, "--hard-rows", "--fp16", "--full")),
+    ("operators_attention", attention_arguments(70, 150, 2, 1, 64, "--hard-rows", "--fp16", "--full")),
 ]
 
 
