@@ -6,6 +6,7 @@
 #include <utility>
 
 #include "common/lesson.h"
+#include "common/numerics.h"
 #include "operators/clifford/unfused.cuh"
 #include "operators/clifford_connected/connected.cuh"
 
