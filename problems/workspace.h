@@ -20,8 +20,8 @@ inline operators::Workspace workspace_of(Problem& problem) {
 }
 
 /// An operator's ways as those of a row.
-inline std::vector<Way> ways_of_row(std::vector<operators::Way> ways) {
-  std::vector<Way> result;
+inline std::vector<common::Way> ways_of_row(std::vector<operators::Way> ways) {
+  std::vector<common::Way> result;
   for (operators::Way& way : ways) {
     result.push_back(
         {std::move(way.name), way.microseconds, std::move(way.launch), way.shared_bytes});
