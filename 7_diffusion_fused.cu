@@ -270,11 +270,9 @@ __global__ void __launch_bounds__(Tile::kThreads, Tile::kBlocks)
 // are numbered from 0 on, by `rank`: the one of rank 0 adds these sums and does the rest.
 //
 // With few rows, such as one mesh with E = 128 and W = 256, a block has 4 rows, with eight warps
-// each. So 32 warps read at the same time, each of them 128 neighbouring bytes. With more rows, as
-// in a batch or with a larger E, fewer warps for each of them keep the memory busy: two or one. So
-// that there are not too many small blocks, a block has 16 rows then. (Backward a block adds up
-// what its rows contribute to dTimes. The next kernel adds that of all blocks with the same
-// columns.)
+// each. With more rows, as in a batch or with a larger E, two warps for a row, or one, keep the
+// memory busy, and a block has 16 rows. (Backward a block adds up what its rows contribute to
+// dTimes. The next kernel adds that of all blocks with the same columns.)
 __host__ __device__ constexpr int sum_rows(int warps) { return warps == 8 ? 4 : 16; }
 template <Pass kPass, bool kBatch, int kRowWarps>
 __global__ void __launch_bounds__(32 * sum_rows(kRowWarps) * kRowWarps)
@@ -454,9 +452,6 @@ __global__ void __launch_bounds__(Tile::kThreads)
 //   Second product  The block goes back over the same rows, in reverse. The last kStages tiles of
 //                   the basis are still in shared memory, and of those before them the L2 cache has
 //                   some. If a block has no more than kStages tiles, the basis is read once.
-//
-// Two things are new beside lesson 3's pipeline. The sums of all blocks meet before there is a
-// result. And the second product goes back through the stages of the first one.
 //
 // At the first reading follow the consumers (the `else`), whose four parts have these names. Read
 // the producer afterwards: it brings what the consumers wait for, in the same order. The words are
@@ -728,7 +723,6 @@ constexpr int kClusterStages = 7, kSteps = kEigen / kStepK, kBoxes = kColumns / 
 // The sum of all blocks lies in memory as the registers of the consumers hold it, in quads. A quad
 // is four elements of one thread, which one atomicAdd adds. Warp w of the eight warps has rows 16 w
 // to 16 w + 15. Elements 4 j to 4 j + 3 of its lane l are quad number (w kColumns / 8 + j) 32 + l.
-// So the 32 lanes of a warp add to 32 neighbouring quads.
 constexpr int kQuads = kEigen * kColumns / 4;
 
 struct ClusterShared {
@@ -834,8 +828,7 @@ __device__ __forceinline__ uint64_t basis_policy(const BlockWork& work, int t) {
   return behind > 0 && behind <= cached ? evict_last() : evict_first();
 }
 
-// One thread prepares the barriers. A stage is given back by both consumers of each block of the
-// cluster.
+// A stage is given back by both consumers of each block of the cluster.
 __device__ __forceinline__ void prepare_barriers(const BlockWork& work) {
   barrier_init(&work.shared.spare, kSpareThreads);
   barrier_init(&work.shared.met, 1);
