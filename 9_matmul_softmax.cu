@@ -883,10 +883,14 @@ __global__ void HOPPER_CLUSTER(kSplits) __launch_bounds__(2 * kClasses, 1)
 //
 // In *exchange tiles* a block writes its numbers, and then a counter that says so, and others read
 // the counter, and then the numbers: that is four trips to the L2 cache, one after another. Here
-// maximum and sum are 8 bytes that are written and read as one access. How does a reader know that
-// they are those of this launch? The sum can spare its last bit, which says whether an odd or an
-// even launch wrote them. Readers look until it is this launch's bit. So no counter is needed, and
-// there are two trips.
+// maximum and sum are 8 bytes that are written and read as one access:
+//
+//     Posted     31 bits of the sum, the turn, 32 bits of the maximum
+//
+// How does a reader know that they are those of this launch? The sum can spare its last bit. There
+// stands the turn, which is 1 for an odd launch and 0 for an even one. Readers look until it is
+// this launch's turn. So no counter is needed, and there are two trips. Nor is a release needed, or
+// an acquire: all that a reader wants is in this one access.
 enum class Then { logits, parts, probabilities };
 
 using Posted = unsigned long long;  // a maximum, a sum, and the bit
@@ -938,9 +942,9 @@ struct SpecializedShared {
 #if HOPPER_CODE
 constexpr int kMultiplying = 256, kSplitting = 96;  // threads: of the consumers; that split x
 
-// The exponential. In TF32 operands have 10 bits, and beside these the hardware's 2^x is good
-// enough: its error is 2 units in the last place, and that of the product another one for each unit
-// of |value|.
+// The exponential. The hardware's 2^x is off by 2 units in the last place, and the product before
+// it by another one for each unit of |value|. In TF32, whose operands have 10 bits, that is good
+// enough.
 template <bool k3xTF32>
 __device__ float exp_of(float value) {
   return k3xTF32 ? expf(value) : exp2_approximate(value * 1.44269504f);
