@@ -342,9 +342,9 @@ __device__ __forceinline__ Multivectors<A, W> weighted_product(const Multivector
 // ---- Unfused ------------------------------------------------------------------------------------
 
 // The baseline: the layer as a framework runs it. An operator reads its inputs from memory and
-// writes its result there. Generously counted: eager PyTorch would take a kernel for each sign and
-// sum, here it is one for a whole grade triple. In the first two kernels a thread has a
-// multivector, and in the third a block has a row of one grade.
+// writes its result there. Here a whole grade triple is one kernel. Eager PyTorch would take one
+// for each sign and sum. In the first two kernels a thread has a multivector, and in the third a
+// block has a row of one grade.
 
 constexpr int kMaxWarps = 16;  // of a block
 
@@ -400,8 +400,8 @@ __global__ void multiply_grades(const float* x, const float* y, const float* w, 
 // adds them up by shuffles: lanes that are 16 apart exchange what they have, then lanes that are 8
 // apart, and so on, until all 32 lanes have the sum (a butterfly). The warps meet in shared memory.
 // Calls take turns with two `partials`, so one barrier in a call is enough. Who writes partials[0]
-// again has passed the barrier of the call with partials[1]. All threads have arrived there, so all
-// of them have read partials[0].
+// again has passed the barrier of the call with partials[1]. All threads arrived there after they
+// had read partials[0].
 template <int kCount>
 struct alignas(16) Sums {
   float value[(kCount + 3) / 4 * 4];
@@ -642,8 +642,8 @@ struct Place {
         has_features(first < layer.features) {}
 };
 
-// The weights of a row in shared memory, in another order than in memory. For example, there are 3
-// triples and W = 2 features for each thread, and w3.1 is the weight of feature 3 for triple 1:
+// The weights of a row in shared memory, in another order than in memory. With 3 triples and W = 2
+// features for each thread, where w3.1 is the weight of feature 3 for triple 1:
 //
 //     memory                 w0.0 w0.1 w0.2    w1.0 w1.1 w1.2    w2.0 w2.1 w2.2    and so on
 //     for thread 0           w0.0 w1.0    w0.1 w1.1    w0.2 w1.2
@@ -725,8 +725,8 @@ struct OnChip {
 
 // A butterfly for each of kCount sums takes 5 kCount shuffles. This takes fewer, in two halves that
 // are called reduce-scatter and all-gather. First lanes give each other half of what they hold: one
-// goes on with the lower half of the sums, the other with the upper half, of both lanes. For
-// example, there are 4 sums, s0 to s3:
+// goes on with the lower half of the sums, the other with the upper half, of both lanes. With 4
+// sums, s0 to s3:
 //
 //     lane            0         1         2         3
 //     2 lanes away    s0, s1    s0, s1    s2, s3    s2, s3
@@ -977,9 +977,9 @@ template <typename A, int W>
 struct RegisterWeights {
   Pack<W> packs[A::kTriples];
 
-  // Orders the rows of all stages by order(stage). Of several rounds, the first one's rows come
-  // before the weights: they take longer. A block with one round orders its weights first, and
-  // takes them while its rows come.
+  // Orders the rows of all stages by order(stage). In a block with several rounds the first round's
+  // rows are ordered before the weights, since they take longer. A block with one round orders its
+  // weights first, and takes them while its rows come.
   template <typename Order>
   __device__ __forceinline__ RegisterWeights(const float* w, ForwardMemory<A, W>& memory,
                                              const RowsOnChip& shape, const Place<W>& place,

@@ -161,13 +161,12 @@ struct OnlineRows {
   // maximum times the scale, has been rounded before, and logit * scale has not. So all exponents
   // of a row are off by the rounding error of `base`. Up to 256 that is at most 2^-17, less than
   // the rounding of a probability to fp16. Beyond it the maximum is subtracted from the logits
-  // first, without a rounding error. Otherwise, of a row whose maximum is 2^33, the exponents would
-  // be off by 256, and the result would be NaN.
+  // first, without a rounding error. Else the exponents of a row whose maximum is 2^33 would be off
+  // by 256, and its result would be NaN.
   //
   // kRarely: the exponentials stay relative to the old maximum, and there is no factor, as long as
-  // no exponential of the warp's rows would exceed 2^8. (The 8 in the code is this exponent.) In
-  // floating point 2^8 has as many digits as 1, so nothing is lost. Returns whether there is a
-  // factor.
+  // no exponential of the warp's rows would exceed 2^8. (The 8 in the code is this exponent.)
+  // Exponentials of up to 2^8 are as exact as those of up to 1. Returns whether there is a factor.
   template <bool kRarely = false, int kCount>
   __device__ __forceinline__ bool exponentials(float (&logits)[kCount], float scale,
                                                float (&factor)[2]) {
@@ -643,7 +642,7 @@ __global__ void __launch_bounds__(384, 1)
 // In *ping-pong* a consumer waits for both of its products before it computes. Here it starts the
 // logits of the next tile first, and then the results of this one. wgmma finishes in order, so the
 // logits are there first, and their exponentials are computed while the results are still being
-// multiplied. For example, this tile is tile 5, and the next one is tile 4:
+// multiplied. With tile 5 as this tile and tile 4 as the next one:
 //
 //     tensor cores     logits of 4     results of 5
 //     consumer                         exponentials of 4     scales the results
@@ -822,10 +821,9 @@ struct Piece {
   int row, head, batch, tiles;
 };
 
-// Which work tile has which number? Heads are taken in `sections` sections of `section` heads, and
-// then in a last one that has all heads which are left. In a section the rows with the most keys
-// come first. For example, with a causal mask, 5 heads, 3 tiles of rows in each, and 1 section of 2
-// heads:
+// Heads are taken in `sections` sections of `section` heads, and then in a last one that has all
+// heads which are left. In a section the rows with the most keys come first. For example, with a
+// causal mask, 5 heads, 3 tiles of rows in each, and 1 section of 2 heads:
 //
 //     number           0  1  2  3  4  5    6  7  8  9 10 11 12 13 14
 //     head             0  1  0  1  0  1    2  3  4  2  3  4  2  3  4
