@@ -1040,7 +1040,12 @@ __global__ void __launch_bounds__(kSmallThreads)
 //
 // in 192 registers of a thread. Shared memory is nearly as busy as the tensor cores. So the three
 // products with Gr^T are one instruction of 192 columns, which reads its rows of Gr^T once. For
-// that P, R, Q, S and -P lie side by side: both right factors are three neighbours of these.
+// that P, R, Q, S and -P lie side by side in shared memory, and each right factor is three
+// neighbours of these:
+//
+//     products         P     R     Q     S    -P
+//     beside Gr^T     [P     R     Q]
+//     beside Gi^T                 [Q     S    -P]
 //
 // The words:
 //   - A left factor may come from shared memory, too: rows(0) says that a row of it is a row of the
@@ -1216,6 +1221,7 @@ __device__ void add_products(BackwardShared& shared, const BackwardCluster& clus
       const int e = kStepK * step + Sum<kBackwardCols>::row(i);
       const int w = col0 + Sum<kBackwardCols>::col(i);
       if (e >= E || w >= W) continue;
+      // Here the order is dM1, D, dM2, and in `partials` it is dM1, dM2, D.
       const auto store = [&](int matrix, int part) {
         const float* pair = elements + part * kBackwardCols / 2 + i;
         *reinterpret_cast<float2*>(to + matrix * next + static_cast<size_t>(e) * W + w) =
