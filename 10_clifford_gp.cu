@@ -123,8 +123,11 @@ template <int p, int q, int r>
 struct Cl {
   static constexpr int kVectors = p + q + r, kBlades = 1 << kVectors, kGrades = kVectors + 1;
 
-  // The product of two sets of vectors has those that are in one of them, a ^ b. Its sign: a swap
-  // for each vector of b that moves past a later one of a; then what is in both meets itself.
+  // The product of two blades has the vectors that are in one of them and not in both: a ^ b. Its
+  // sign: each vector of b moves left to its place, and each swap with a later vector of a changes
+  // the sign. Then a vector that is in both stands beside itself, and its square is a factor. For
+  // example, e13 e12 is e1 e3 e1 e2. There e1 and e2 of e12 each move past e3: two swaps. The
+  // result is (e1 e1) e2 e3, which is +e23 if e1 squares to +1.
   static constexpr int sign_of_product(unsigned a, unsigned b) {
     int swaps = 0;
     for (unsigned later = a >> 1; later != 0; later >>= 1) swaps += std::popcount(later & b);
@@ -339,9 +342,9 @@ __device__ __forceinline__ Multivectors<A, W> weighted_product(const Multivector
 // ---- Unfused ------------------------------------------------------------------------------------
 
 // The baseline: the layer as a framework runs it. An operator reads its inputs from memory and
-// writes its result there. Generously counted: eager PyTorch would take a kernel for each sign and
-// sum, here it is one for a whole grade triple. In the first two kernels a thread has a
-// multivector, and in the third a block has a row of one grade.
+// writes its result there. Here a whole grade triple is one kernel. Eager PyTorch would take one
+// for each sign and sum. In the first two kernels a thread has a multivector, and in the third a
+// block has a row of one grade.
 
 constexpr int kMaxWarps = 16;  // of a block
 
@@ -396,8 +399,9 @@ __global__ void multiply_grades(const float* x, const float* y, const float* w, 
 // How a row adds up kCount numbers over its features. Each thread brings its own `sums`. A warp
 // adds them up by shuffles: lanes that are 16 apart exchange what they have, then lanes that are 8
 // apart, and so on, until all 32 lanes have the sum (a butterfly). The warps meet in shared memory.
-// Calls take turns with two `partials`, so one barrier for each is enough: who writes one has
-// passed the barrier of the other, and so has everybody who read it.
+// Calls take turns with two `partials`, so one barrier in a call is enough. Who writes partials[0]
+// again has passed the barrier of the call with partials[1]. All threads arrived there after they
+// had read partials[0].
 template <int kCount>
 struct alignas(16) Sums {
   float value[(kCount + 3) / 4 * 4];
@@ -609,6 +613,9 @@ __global__ void __launch_bounds__(kRowThreads)
 //                    as one vector
 //     SharedWeights  the weights of a row, of each of its threads side by side
 //     RowReduction   adds up the sums of rows of which a block has several
+//
+// For example, 100 features with W = 4 take 25 threads, so a row has one warp. A block of 512
+// threads has 16 rows.
 
 // Threads of a block. A thread of 512 has 128 registers; with 32 blades, of 256, 255.
 template <typename A>
@@ -635,9 +642,16 @@ struct Place {
         has_features(first < layer.features) {}
 };
 
-// What a thread reads lies side by side, at constant offsets from one address: addresses that
-// depend on a stride would each take a register. And from thread to thread it is an odd number of
-// packs, so that neighbouring threads meet in no bank.
+// The weights of a row in shared memory, in another order than in memory. With 3 triples and W = 2
+// features for each thread, where w3.1 is the weight of feature 3 for triple 1:
+//
+//     memory                 w0.0 w0.1 w0.2    w1.0 w1.1 w1.2    w2.0 w2.1 w2.2    and so on
+//     for thread 0           w0.0 w1.0    w0.1 w1.1    w0.2 w1.2
+//     for thread 1           w2.0 w3.0    w2.1 w3.1    w2.2 w3.2
+//
+// So a thread reads a Pack for each triple, and all of them at constant offsets from one address.
+// (Addresses that depend on a stride would each take a register.) From thread to thread it is an
+// odd number of packs, so that neighbouring threads meet in no bank.
 template <typename A, int W>
 struct SharedWeights {
   static constexpr int kStride = W * (A::kTriples | 1);
@@ -711,10 +725,16 @@ struct OnChip {
 
 // A butterfly for each of kCount sums takes 5 kCount shuffles. This takes fewer, in two halves that
 // are called reduce-scatter and all-gather. First lanes give each other half of what they hold: one
-// goes on with the lower half of the sums, the other with the upper half, of both lanes. In the end
-// lane i has sum i of its warp, and so have lanes i + kPlaces, i + 2 kPlaces... For 8 sums that
-// takes 9 shuffles, instead of 40. The sums of the row's warps meet in shared memory; then each
-// lane adds up its own sum, and all get it from there.
+// goes on with the lower half of the sums, the other with the upper half, of both lanes. With 4
+// sums, s0 to s3:
+//
+//     lane            0         1         2         3
+//     2 lanes away    s0, s1    s0, s1    s2, s3    s2, s3
+//     1 lane away     s0        s1        s2        s3
+//
+// In the end lane i has sum i of its warp, and so have lanes i + kPlaces, i + 2 kPlaces... For 8
+// sums that takes 9 shuffles, instead of 40. The sums of the row's warps meet in shared memory.
+// Then each lane adds up its own sum over the warps, and all lanes get it from there.
 template <int kCount>
 struct RowReduction {
   static constexpr int kSteps = std::bit_width(kCount - 1u), kPlaces = 1 << kSteps;
@@ -957,9 +977,9 @@ template <typename A, int W>
 struct RegisterWeights {
   Pack<W> packs[A::kTriples];
 
-  // Orders the rows of all stages by order(stage). Of several rounds, the first one's rows come
-  // before the weights: they take longer. A block with one round orders its weights first, and
-  // takes them while its rows come.
+  // Orders the rows of all stages by order(stage). In a block with several rounds the first round's
+  // rows are ordered before the weights, since they take longer. A block with one round orders its
+  // weights first, and takes them while its rows come.
   template <typename Order>
   __device__ __forceinline__ RegisterWeights(const float* w, ForwardMemory<A, W>& memory,
                                              const RowsOnChip& shape, const Place<W>& place,
@@ -998,10 +1018,16 @@ struct RegisterWeights {
 #endif
 
 // A thread owns W features of one of the block's rows. In a round it waits for its stage and
-// computes z of this row; then it finishes the row before: it collects the sums, orders the next
+// computes z of this row. Then it finishes the row before: it collects the sums, orders the next
 // copies into that row's stage, and stores that row's out. So while the sums of one row come
-// together, the thread multiplies the next row. A block takes a whole multiprocessor, so that the
-// next launch's blocks take the places of this one's, one for one.
+// together, the thread multiplies the next row:
+//
+//     round 0     multiplies row 0                                   posts sums of row 0
+//     round 1     multiplies row 1     collects and stores row 0     posts sums of row 1
+//     round 2     multiplies row 2     collects and stores row 1     posts sums of row 2
+//
+// A block takes a whole multiprocessor, so that the next launch's blocks take the places of this
+// one's, one for one.
 template <typename A, int W>
 __global__ void __launch_bounds__(kThreads<A>, 1)
     forward_streamed(const float* x, const float* y, const float* w, float* out, Layer layer,
@@ -1066,10 +1092,17 @@ __global__ void __launch_bounds__(kThreads<A>, 1)
 //
 // These are three more products of the same kind, with the same signs. Where does the weight go? As
 // forward: to a blade that all terms share, if there is one, otherwise to the sum of the terms. And
-// dw takes what is there: a sum that has not been multiplied by w yet. If there is such a sum for
-// dx_i, it is multiplied by x_i and added to dw. Otherwise it may be one for dy_j. If neither dx
-// nor dy has such sums, dw takes those of z. Only triples that end in a grade of one blade are of
-// this last kind.
+// dw takes a sum that is there and has not been multiplied by w yet: one of dx, otherwise one of
+// dy, otherwise one of z. Each case has an example in the plane:
+//
+//     weight     its terms                            dw
+//     w[0,1,1]   x_1 y_e1 in z_e1, x_1 y_e2 in z_e2   x_1 times the sum of dx_1
+//     w[1,1,0]   x_e1 y_1 in z_e1, x_e2 y_1 in z_e2   y_1 times the sum of dy_1
+//     w[1,0,1]   x_e1 y_e1 and x_e2 y_e2 in z_1       dz_1 times the sum of z_1
+//
+// In the first case the sum of dx_1 is y_e1 dz_e1 + y_e2 dz_e2. In the last case each dx and each
+// dy has one term, and all of these share dz_1. So w multiplies dz_1, and there is no sum in dx or
+// dy. (Only triples that end in a grade of one blade are like this.)
 
 // Whether dx's terms of triple t share a blade, of y or of dz, so that w multiplies that; and dy's.
 template <typename A>
@@ -1350,7 +1383,8 @@ __device__ __forceinline__ Multivectors<A, W> gradient_of_P(const Multivectors<A
   return dP;
 }
 
-// One grade of dx or dy to memory, of which `to` is then behind; the scalar gets its second part.
+// Writes one grade of dx or dy to memory, and moves `to` behind it. A scalar gets a second part,
+// see below.
 template <typename A, int grade, int W>
 __device__ __forceinline__ void store_grade(const OneGrade<A, grade, W>& gradient,
                                             const Pack<W>& through_gate, float*& to, size_t plane,
@@ -1523,11 +1557,12 @@ __global__ void __launch_bounds__(kThreads<A>, 1)
 // ---- Both streamed ------------------------------------------------------------------------------
 
 // Backward by the copy engine. A thread owns W features, as in forward_streamed, but it finishes a
-// row before it takes the next one: it has no registers for two, nor for the weights. In 3-D a
+// row before it takes the next one: it has no registers for two rows, nor for the weights. In 3-D a
 // thread has for each feature 20 weights, 20 sums for dw and three multivectors of 8 numbers. So
-// the weights are in shared memory, and leave room for one stage of 8 blades and more. The next
-// rows are ordered when all threads have taken x, y and d_out of these, and have posted their sums.
-// After that y is taken once more. So a stage has two places for y, and rows use them in turn.
+// the weights are in shared memory. Beside them there is room for one stage only, if an algebra has
+// 8 blades or more. When all threads have taken x, y and d_out and have posted their sums, the next
+// rows are ordered into the same stage. But y is taken once more after that. So a stage has two
+// places for y, and rows use them in turn.
 template <typename A, int W>
 struct BackwardMemory {
   using Stage = Plane<A, W>[4 * A::kBlades];  // x, y, d_out, and the other y

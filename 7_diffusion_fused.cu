@@ -94,6 +94,8 @@ using Operands = DiffusionOperands;
 // Pass::backward)`, and whatever is named time_sum, time_sums or time_rows: these are for dTimes.
 //
 // The words, from primitives/:
+//   - copy_swizzled starts the copies of a tile to shared memory. copies_ahead starts those of the
+//     steps to come, and its next() waits until those of this step are there (lesson 3's *stages*).
 //   - load_left and load_right load fragments by ldmatrix, as lesson 3's *swizzled tiles* does.
 //     load_left_transposed takes a factor that lies transposed in shared memory.
 //   - Sums are a warp's results, in registers. add_product is the loop of mma.sync over them.
@@ -111,7 +113,7 @@ struct ProjectTile {
   static constexpr int kE = kSide, kW = kSide, kV = 64, kStages = 3, kWarpsW = kWarpsAlongW;
   static constexpr int kWarpE = kE / kWarpsAlongE, kWarpW = kW / kWarpsW;
   static constexpr int kThreads = 32 * kWarpsAlongE * kWarpsW;
-  static constexpr int kBlocks = kBlocksFit;     // on a multiprocessor; Hopper's has room for them
+  static constexpr int kBlocks = kBlocksFit;     // for which a multiprocessor of Hopper has room
   static constexpr int kStage = kV * (kE + kW);  // elements
   static constexpr int kMasses = kV + 8;         // of a stage, see below
   static constexpr int kSharedBytes = kStages * (kStage + kMasses) * sizeof(bf16);
@@ -136,9 +138,8 @@ __device__ unsigned neighbours(const bf16* at) {
 // multiplied, two are under way, each of 64 vertices x (64 + 64) columns x 2 bytes, 16 KB: together
 // 32 KB. README's table has 0.8 ms, nearly all of it for the 2048 steps of such a block, so a step
 // takes 0.4 microseconds. A stage is asked for two steps before it is needed, so it took 0.8
-// microseconds to come. (One load alone takes 0.34. Why 16 KB take longer was not examined.) 32 KB
-// in 0.8 microseconds are 40 GB/s for each multiprocessor, and 0.3 TB/s for all eight, a tenth of
-// what the memory can serve.
+// microseconds to come. 32 KB in 0.8 microseconds are 40 GB/s for each multiprocessor, and 0.3 TB/s
+// for all eight, a tenth of what the memory can serve.
 //
 // *split-K* has as many slices as it takes to fill the GPU. The blocks of one slice run at the same
 // time, and share what they read through the L2 cache. Two of them ask for the same part of x, and
@@ -269,11 +270,9 @@ __global__ void __launch_bounds__(Tile::kThreads, Tile::kBlocks)
 // are numbered from 0 on, by `rank`: the one of rank 0 adds these sums and does the rest.
 //
 // With few rows, such as one mesh with E = 128 and W = 256, a block has 4 rows, with eight warps
-// each. So 32 warps read at the same time, each of them 128 neighbouring bytes. With more rows, as
-// in a batch or with a larger E, fewer warps for each of them keep the memory busy: two or one. So
-// that there are not too many small blocks, a block has 16 rows then. (Backward a block adds up
-// what its rows contribute to dTimes. The next kernel adds that of all blocks with the same
-// columns.)
+// each. With more rows, as in a batch or with a larger E, two warps for a row, or one, keep the
+// memory busy, and a block has 16 rows. (Backward a block adds up what its rows contribute to
+// dTimes. The next kernel adds that of all blocks with the same columns.)
 __host__ __device__ constexpr int sum_rows(int warps) { return warps == 8 ? 4 : 16; }
 template <Pass kPass, bool kBatch, int kRowWarps>
 __global__ void __launch_bounds__(32 * sum_rows(kRowWarps) * kRowWarps)
@@ -453,9 +452,6 @@ __global__ void __launch_bounds__(Tile::kThreads)
 //   Second product  The block goes back over the same rows, in reverse. The last kStages tiles of
 //                   the basis are still in shared memory, and of those before them the L2 cache has
 //                   some. If a block has no more than kStages tiles, the basis is read once.
-//
-// Two things are new beside lesson 3's pipeline. The sums of all blocks meet before there is a
-// result. And the second product goes back through the stages of the first one.
 //
 // At the first reading follow the consumers (the `else`), whose four parts have these names. Read
 // the producer afterwards: it brings what the consumers wait for, in the same order. The words are
@@ -686,19 +682,22 @@ __global__ void __launch_bounds__(384, 1)
 
 // *one launch* for both passes, with less to wait for. What is new:
 //
-//   Clusters   The blocks of a cluster have the same rows, and each other columns of x. All of them
+//   Clusters   The blocks of a cluster have the same rows, and different columns of x. All of them
 //              need the same rows of the basis, which they fetch together, each its part, by
 //              multicast (lesson 3's *clusters*).
 //   Cache      The L2 cache is told which tiles of the basis will be read again.
 //   Memory     The spectrum and the results take the place of x, which is not needed any more. That
 //              leaves room for seven stages.
-//   Turns      In the second product the consumers take turns, tile by tile: one multiplies while
-//              the other one writes out.
-//   Backward   The same with dOut for x: the masses wait for the end. Three spare warps beside the
-//              producer add dSpectral to the sum of all and, when all have added, compute dTimes
-//              from it while the others go on.
+//   Turns      In the second product a tile belongs to one consumer, and the next tile mostly to
+//              the other one: one multiplies while the other one writes out.
+//   Backward   dOut takes the place of x. The masses multiply the rows of the result, at the end.
+//              Three spare warps beside the producer add dSpectral to the sum of all blocks. When
+//              all blocks have added, they compute dTimes from it while the others go on.
 //
-// Each step is a function. At the first reading begin with the kernel, at the end of this section.
+// Read the kernel first, at the end of this section, and each function where the kernel calls it.
+// load_box, multicast_box and store_box are tensor_load, tensor_load_multicast and tensor_store
+// (primitives/hopper/copies.cuh) with a policy. That is a hint for the L2 cache: evict_first says
+// that it may drop these bytes first, and evict_last that it shall drop them last.
 
 // A block fetches the basis for its cluster in boxes of this many rows.
 constexpr int kMulticastRows = 32;
@@ -721,8 +720,9 @@ struct DiffusionMaps {
 // A spectrum of up to 128 rows, 64 for each consumer, of which each block of a cluster has kColumns
 // columns. A tile has 64 rows of the basis, in two boxes of 64 eigenvectors.
 constexpr int kClusterStages = 7, kSteps = kEigen / kStepK, kBoxes = kColumns / kBoxCols;
-// The shares of a block's columns add up in the layout of the registers that hold them: quad
-// (w kColumns / 8 + j) 32 + l is elements 4 j to 4 j + 3 of lane l for rows 16 w to 16 w + 15.
+// The sum of all blocks lies in memory as the registers of the consumers hold it, in quads. A quad
+// is four elements of one thread, which one atomicAdd adds. Warp w of the eight warps has rows 16 w
+// to 16 w + 15. Elements 4 j to 4 j + 3 of its lane l are quad number (w kColumns / 8 + j) 32 + l.
 constexpr int kQuads = kEigen * kColumns / 4;
 
 struct ClusterShared {
@@ -737,7 +737,7 @@ struct ClusterShared {
   };
   alignas(128) bf16 mass[kClusterStages][64];
   StageBarriers<kClusterStages> pipeline;  // whose stages are basis, x and mass
-  Barrier spare, met;
+  Barrier spare, met;  // backward: this block's spare warps have added; all blocks have added
 };
 
 #if HOPPER_CODE
@@ -779,13 +779,19 @@ struct BlockWork {
   __device__ int col0() const { return cluster.rank * kColumns; }
 };
 
-// Where the blocks of a rank have put their sum, and how many of them have come.
+// Where the blocks with the same columns, which have the same rank in their clusters, add their
+// shares, and count how many of them have added.
 //
-// What the blocks share in memory is zero before the first launch; a launch leaves it ready for the
-// next one of the same pass and W, whatever V and the grid are. One launch at a time: two streams
-// need one of each. arrivals (blocks of a cluster): for each rank, in the lower half how many have
-// come, in the upper half how many launches there were. all_totals (2, blocks, kEigen, kColumns):
-// launches use the two sums in turn, and zero the other one.
+// all_totals (2, blocks, kEigen, kColumns) has two sums for each rank. A launch adds to one of
+// them, and fills the other one with zeros, for the next launch. `arrivals` has a counter for each
+// rank. Its lower 16 bits count the blocks that have come, and its upper 16 bits count the
+// launches. In launch number 5, of three clusters, it takes these values:
+//
+//     0x50000   0x50001   0x50002   0x50003   0x60000
+//
+// The last block to come makes the last two steps. Sums and counters are zero before the first
+// launch. A launch leaves them ready for the next one of the same pass and W, whatever V and the
+// grid are. Two streams need one of each, since two launches must not use them at the same time.
 struct Meeting {
   unsigned* arrivals;
   unsigned start, groups;
@@ -806,10 +812,13 @@ struct Meeting {
   }
 };
 
-// What the L2 cache does with tile t of the basis in the first product. The second one takes the
-// tiles from the last one back. The last kClusterStages are in shared memory until then; of those
-// before them the cache shall keep the last kCachedBytes of all clusters, and not what comes
-// earlier.
+// What the L2 cache is asked to do with tile t of the basis in the first product. The second
+// product takes the tiles from the last one back to the first. The last kClusterStages tiles are in
+// shared memory until then. Of those before them the cache shall keep the last ones, kCachedBytes
+// of all clusters together. A cluster has 20 tiles, for example, and there is room for 5 of them:
+//
+//     tiles 0 to 7, 13 to 19     evict_first
+//     tiles 8 to 12              evict_last
 constexpr int kCachedBytes = 32 << 20;
 __device__ __forceinline__ uint64_t basis_policy(const BlockWork& work, int t) {
   const int behind = work.tiles - kClusterStages - t;
@@ -819,7 +828,7 @@ __device__ __forceinline__ uint64_t basis_policy(const BlockWork& work, int t) {
   return behind > 0 && behind <= cached ? evict_last() : evict_first();
 }
 
-// A thread prepares what the block waits at. Both consumers of all blocks give a stage back.
+// A stage is given back by both consumers of each block of the cluster.
 __device__ __forceinline__ void prepare_barriers(const BlockWork& work) {
   barrier_init(&work.shared.spare, kSpareThreads);
   barrier_init(&work.shared.met, 1);
@@ -834,7 +843,8 @@ __device__ __forceinline__ void load_x(const BlockWork& work, int t, int stage, 
   }
 }
 
-// 64 rows of the basis with their masses: this block's boxes, for the whole cluster.
+// Starts the copies of 64 rows of the basis, which are four boxes. Of two blocks, block 0 fetches
+// boxes 0 and 2 for both, and block 1 fetches boxes 1 and 3. Each block fetches its own masses.
 __device__ __forceinline__ void load_basis(const BlockWork& work, int t, int stage,
                                            Barrier* arrived, uint64_t policy) {
   auto& shared = work.shared;
@@ -848,8 +858,8 @@ __device__ __forceinline__ void load_basis(const BlockWork& work, int t, int sta
   }
 }
 
-// Before the cluster has met: all bytes of the first tile are announced, and its x is loaded,
-// which no other block gets.
+// All bytes of the first tile are announced, and its x is loaded. This may be before the cluster
+// has met, since x is for this block alone.
 __device__ __forceinline__ void put_first_x(const BlockWork& work) {
   put_first(work.shared.pipeline, BlockWork::kFirstBytes,
             [&](int stage, Barrier* arrived) { load_x(work, 0, stage, arrived); });
@@ -867,8 +877,8 @@ __device__ __forceinline__ void load_forth(const BlockWork& work, Writer& writer
   }
 }
 
-// And then those of the second product, in reverse, without the last `kept`, which are still
-// there.
+// Then it loads the tiles of the second product, in reverse, but not the last `kept` tiles, which
+// are still there.
 template <class Writer>
 __device__ __forceinline__ void load_back(const BlockWork& work, Writer writer, int kept) {
   for (int t = work.tiles - 1 - kept; t >= 0; --t) {
@@ -880,7 +890,8 @@ __device__ __forceinline__ void load_back(const BlockWork& work, Writer writer, 
 
 // ---- The spare warps ----------------------------------------------------------------------------
 
-// Calls visit(i) for the quads of a rank's sum that are this thread's, of all spare ones.
+// The spare threads of all blocks of a rank share the quads of the rank's sum. Calls visit(i) for
+// each quad of this thread.
 template <typename Visit>
 __device__ __forceinline__ void visit_quads(const BlockWork& work, Visit visit) {
   const int thread = kSpareThreads * work.group + static_cast<int>(threadIdx.x) - 32;
@@ -891,9 +902,10 @@ __device__ __forceinline__ void zero_totals(const BlockWork& work, float4* total
   visit_quads(work, [&](int i) { totals[i] = float4{}; });
 }
 
-// Backward: what a spare warp has of 8 columns of a rank, from column 8 j on, whose rows the three
-// warps of a block share: every third quad. Of each the lane has two columns, and a row and the
-// one 8 below it.
+// Backward: what a spare warp has of columns 8 j to 8 j + 7 of its rank. There the spectrum's 128
+// rows are eight groups of 16 rows. The three spare warps of a block take these groups in turn:
+// warp 0 has groups 0, 3 and 6, warp 1 has 1, 4 and 7, warp 2 has 2 and 5. A lane has one quad of
+// each group: two columns of a row, and the same of the row 8 below it.
 struct SpareColumns {
   static constexpr int kMine = (kEigen / 16 + 2) / 3;
   const BlockWork& work;
@@ -901,7 +913,7 @@ struct SpareColumns {
 
   __device__ int col() const { return work.col0() + 8 * j + 2 * (lane % 4); }
   __device__ int row(int k) const { return 16 * (warp + 3 * k) + lane / 4; }
-  // Whether there is a quad k: not all three have as many. In its place they read another one.
+  // Warp 2 has only two quads. In place of a third it reads another one, and multiplies it by 0.
   __device__ bool has(int k) const { return warp + 3 * k < kEigen / 16; }
   __device__ int quad(int k) const {
     return ((has(k) ? warp + 3 * k : 0) * kColumns / 8 + j) * 32 + lane;
@@ -932,7 +944,9 @@ __device__ __forceinline__ void add_d_spectral(const BlockWork& work, float4* to
   }
 }
 
-// Backward: dTimes, when all have added. What does not depend on the sum of all is loaded before.
+// Backward: dTimes, minus the sum over the rows of evalue * spectral * total. The first two factors
+// are loaded before all blocks have added. A lane adds up its own rows, then come the 8 lanes that
+// have the same columns, and then the three warps.
 __device__ __forceinline__ void store_d_times(const BlockWork& work, const float4* totals) {
   const Operands& in = work.operands;
 #pragma unroll 1
@@ -1094,8 +1108,9 @@ __device__ __forceinline__ void damp_spectrum(const BlockWork& work, SpectrumSha
   }
 }
 
-// Second product, over the same tiles in reverse. A consumer takes every other stage, always the
-// even ones or always the odd ones, so that it sees all rounds of its own stages.
+// Second product, over the same tiles in reverse. One consumer takes the stages with an even
+// number, and the other one those with an odd number. So each sees all rounds of its own stages. (A
+// barrier tells only the parity of a round. Who misses a round could mistake another one for it.)
 template <Pass kPass, class Reader>
 __device__ __forceinline__ void expand(const BlockWork& work, Reader reader) {
   auto& shared = work.shared;

@@ -16,6 +16,11 @@
 //     dLr = P^T xr + Q^T xi,  dLi = Q^T xr - P^T xi                                         (W, W)
 //     dx  = Gr^T (R + P Lr + Q Li) + Gi^T (S - P Li + Q Lr)                                 (E, W)
 //
+// Where do these come from? The derivative of tanh(u) is 1 - tanh(u)^2, so g is the gradient with
+// respect to u. P and Q are the gradients with respect to ar and ai. R and S are those with respect
+// to xr and xi, as far as these are factors in u. But xr and xi are also factors in ar and ai: from
+// there come the terms with Lr and Li in dx.
+//
 // With E = 128 and W = 256 that is 4 V E W + 8 V W W operations forward, 650 000 a vertex, for the
 // 1024 bytes that a vertex has in Gr, Gi and out. Arithmetic is the limit, as in lesson 3, if xr,
 // xi, ar and ai stay on chip. Each is as large as out: written to memory and read again, they would
@@ -26,8 +31,8 @@
 // each operand that is loaded is used twice, and so is each fragment in a register. That makes this
 // product easier to feed than four independent ones.
 //
-// There is more to be saved. No compiler finds it, since the products in this first line are equal
-// only if nothing is rounded:
+// There is more to be saved, since a product of matrices is associative: (A B) C = A (B C). No
+// compiler does that, since the two are equal only if nothing is rounded:
 //
 //     xr Lr^T = (Gr x) Lr^T = Gr (x Lr^T) = Gr M1,    M1 = x Lr^T,  M2 = x Li^T             (E, W)
 //     ar = Gr M1 - Gi M2,  ai = Gi M1 + Gr M2
@@ -226,9 +231,10 @@ __global__ void __launch_bounds__(kThreads) gradient_features(Operands in) {
 // M1 = x Lr^T and M2 = x Li^T are products with E rows, and backward ends with such products, too.
 // They have few results and long sums. One block for each 64 x 64 results would leave most of the
 // GPU idle, and there is so little to do that what counts is how often one waits. So a block owns
-// only 32 x 32 results, and its eight warps divide the inner dimension among themselves: of a step
-// of 128 of it each warp multiplies 16, for all results. At the end the warps' sums are added up
-// in shared memory. That is split-K in a block. All but one of five steps are under way at once.
+// only 32 x 32 results, and its eight warps divide the inner dimension among themselves: a step is
+// 128 of it, and each warp multiplies 16 of these, for all results. At the end the warps' sums are
+// added up in shared memory. That is split-K in a block. The copies of four steps are under way at
+// once.
 //
 // The words:
 //   - Lies says how a factor lies in memory: as it is, or transposed.
@@ -272,10 +278,11 @@ __device__ float4 add_warps(void* stages, const Sums<kSmall, kSmall>& sum, float
   return first;
 }
 
-// left[0] right[0], and if there are 2 terms, + left[1] right[1]; plus what is at `first`, if that
-// is not null. Either factor may be transposed in memory; `depth` is the inner dimension. If
-// kEarly, the left factors and `first` are results of the kernel before this one, and while it
-// ends, the right ones are on their way.
+// Returns four results of left[0] right[0] + `first`, or of left[0] right[0] + left[1] right[1] +
+// `first` if there are two `terms`. `first` may be null, which is zero. Either factor may be
+// transposed in memory. `depth` is the inner dimension. With kEarly the left factors and `first`
+// are results of the kernel before this one. While that one ends, copies of the right factors are
+// on their way.
 template <Lies kLeft, Lies kRight, bool kEarly>
 __device__ float4 small_products(bf16* stages, const Matrix* left, const Matrix* right, int terms,
                                  int depth, const float* first) {
@@ -335,9 +342,12 @@ __device__ float4 small_products(bf16* stages, const Matrix* left, const Matrix*
 }
 
 // M becomes M1 = x Lr^T and M2 = x Li^T, matrices (E, W), one after the other; with a third layer
-// of blocks also -M2. Or, if `in_turn`, it becomes one matrix: 32 columns of M1, 32 of M2, the next
-// 32 of M1, and so on. Where W is no multiple of 32 the last ones are zeros. (The last kernel of
-// this lesson reads it so.)
+// of blocks also -M2. Or, if `in_turn`, it becomes one matrix. For W = 64 its columns are
+//
+//     M1: 0 to 31   |   M2: 0 to 31   |   M1: 32 to 63   |   M2: 32 to 63
+//
+// Where W is no multiple of 32 the last ones are zeros. (The last kernel of this lesson reads it
+// so: each of its makers has 32 columns of both.)
 __global__ void __launch_bounds__(kSmallThreads) associate(Operands in, bf16* M, bool in_turn) {
   start_next_kernel();
   extern __shared__ __align__(128) bf16 stages[];
@@ -1030,18 +1040,26 @@ __global__ void __launch_bounds__(kSmallThreads)
 //
 // in 192 registers of a thread. Shared memory is nearly as busy as the tensor cores. So the three
 // products with Gr^T are one instruction of 192 columns, which reads its rows of Gr^T once. For
-// that P, R, Q, S and -P lie side by side: both right factors are three neighbours of these.
+// that P, R, Q, S and -P lie side by side in shared memory, and each right factor is three
+// neighbours of these:
+//
+//     products         P     R     Q     S    -P
+//     beside Gr^T     [P     R     Q]
+//     beside Gi^T                 [Q     S    -P]
 //
 // The words:
 //   - A left factor may come from shared memory, too: rows(0) says that a row of it is a row of the
 //     factor, and across_k() that a column is. So Gr^T needs no copy: wgmma transposes.
 //   - `made` and `added` are barriers around P, Q, R and S. All 256 threads of the makers arrive at
 //     `made` when they have written their part of a tile. One thread of warpgroup 3 arrives at
-//     `added` when the tile is in its sums. A barrier's phases have parity 0, 1, 0 and so on.
+//     `added` when the tile is in its sums. Phases and the block's tiles are counted from 0. For
+//     tile t warpgroup 3 waits for phase t of `made`. Before they write, the makers wait for phase
+//     t - 1 of `added`: for tile 0 they pass at once.
 //   - Two blocks are a cluster and share each tile of Gr and Gi, as forward.
 //   - Sum<32>::load_pairs loads a thread's elements of dOut, in pairs.
 
-// 64 rows (of E) and 32 columns of each right factor. wgmma reads 96 columns as one: [M1 | M2 | x].
+// 64 rows (of E) and 32 columns of each right factor. The two boxes lie one after the other, so
+// wgmma reads 96 columns as one factor: [M1 | M2 | x].
 struct BackwardFactors {
   Box<bf16, kStepK> M1_M2, x;  // of this x the first 32 columns
 };
@@ -1066,11 +1084,16 @@ struct BackwardMaps {
 
 using BackwardCluster = BlockRow<Releases::warpgroup>;  // one thread speaks for a warpgroup
 
-// A maker's sums of 64 vertices and 32 features: Gr [M1 | M2 | x] and Gi [M1 | M2 | x], 96
-// registers of a thread, of which combine() makes ar and ai. That is half as many registers again
-// for a feature as forward. But M1 and M2 are on chip only once, and a left factor from shared
-// memory is read once for all three right ones. (128 registers do not suffice for fragments of left
-// factors as well.)
+// A maker's sums of 64 vertices and 32 features, 96 registers of a thread. With elements 0 to 15,
+// 16 to 31 and 32 to 47 they are
+//
+//     by_gr      Gr M1    Gr M2    Gr x = xr
+//     by_gi      Gi M1    Gi M2    Gi x = xi
+//
+// combine() makes ar = Gr M1 - Gi M2 and ai = Gr M2 + Gi M1 of them, in the places of Gr M1 and Gr
+// M2. These are half as many registers again for a feature as forward. But M1 and M2 are on chip
+// only once, and a left factor from shared memory is read once for all three right ones. (128
+// registers do not suffice for fragments of left factors as well.)
 struct MakerSums {
   Sum<96> by_gr, by_gi;
 
@@ -1094,7 +1117,6 @@ struct MakerSums {
     wgmma_commit();
     wgmma_wait<0>();
   }
-  // ar = Gr M1 - Gi M2, ai = Gr M2 + Gi M1
   __device__ void combine() {
 #pragma unroll
     for (int e = 0; e < 16; ++e) {
@@ -1102,7 +1124,7 @@ struct MakerSums {
       ai(e) += by_gi.elements[e];
     }
   }
-  // R, S, P, Q in the place of ar, ai, xr, xi: times g.
+  // Multiplies by g: R, S, P and Q take the places of ar, ai, xr and xi.
   __device__ void multiply_by_g(const uint32_t (&d_out)[8]) {
 #pragma unroll
     for (int e = 0; e < 16; ++e) {
@@ -1199,6 +1221,7 @@ __device__ void add_products(BackwardShared& shared, const BackwardCluster& clus
       const int e = kStepK * step + Sum<kBackwardCols>::row(i);
       const int w = col0 + Sum<kBackwardCols>::col(i);
       if (e >= E || w >= W) continue;
+      // Here the order is dM1, D, dM2, and in `partials` it is dM1, dM2, D.
       const auto store = [&](int matrix, int part) {
         const float* pair = elements + part * kBackwardCols / 2 + i;
         *reinterpret_cast<float2*>(to + matrix * next + static_cast<size_t>(e) * W + w) =

@@ -597,16 +597,23 @@ __global__ void __launch_bounds__(kThreads)
 //     start_product           starts the products of 32 inputs, for one step
 //
 // In TF32 wgmma takes a factor from shared memory only if its elements are contiguous along the
-// dimension that is summed, D here. Those of x are, those of W are not. So the product is
-// transposed, logits^T = W^T x^T: x^T is the right factor, from shared memory, as the copy engine
-// leaves it there, and W^T is the left factor, from registers. Columns of the sum, as wgmma has it,
-// are rows of x. A warpgroup has 64 columns of W, and a warp has 16.
+// dimension that is summed, D here. A row of x is, and a column of W is not. So the product is
+// transposed:
 //
-// 3xTF32: an fp32 number is the sum of two TF32 numbers, the first 11 bits and the next 11. Of the
-// four products of the parts of two numbers, that of the two low parts is too small to matter, and
-// the other three are added, the smallest first. Tensor cores truncate what they accumulate, and
-// over a long sum that adds up. So they sum only one step, which is then added, rounded to nearest,
-// to the rest.
+//     logits^T (C, B)  =  W^T (C, D)  x^T (D, B)
+//     in registers        in registers   in shared memory, as the copy engine leaves it
+//
+// So rows of a Sum are columns of W, and columns of a Sum are rows of x: sum.col(i) is a row of x.
+// A warpgroup has 64 columns of W, and a warp has 16.
+//
+// 3xTF32: an fp32 number is nearly the sum of two TF32 numbers: `high` has its first 11 bits, and
+// `low` the next 11. So a product of two numbers has four parts:
+//
+//     (x.high + x.low) (w.high + w.low) = high high + high low + low high + low low
+//
+// The last one is too small to matter. The other three are added, the smallest ones first. Tensor
+// cores truncate what they accumulate, and over a long sum these errors add up. So they sum only
+// one step, and the CUDA cores add that to the rest, rounded to nearest.
 constexpr int kStep = kLine<float>;  // the inputs of a step: 32, which are 128 bytes
 
 struct SplitTf32 {
@@ -636,10 +643,10 @@ __device__ inline void split_all(float* high, float* low, int count, int first, 
   }
 }
 
-// Adds the products of one step in 3xTF32. w are fragments of W^T in fp32, which are split here; x
-// has been split into two tiles. When this returns, the products are done. An infinity of W times
-// what x lacks of itself, perhaps 0, could be NaN: so there is no such product. (With an infinity
-// of x the whole row is NaN either way.)
+// Adds the products of one step in 3xTF32. w are fragments of W^T in fp32, which are split here. x
+// has been split into two tiles before. When this returns, the products are done. An infinity of W
+// is not multiplied by x_low: that may be 0, and infinity times 0 is NaN. In `finite` it is 0.
+// (With an infinity of x the whole row is NaN either way.)
 template <int kCount>
 __device__ inline void add_3xtf32(Sum<kCount>& sum, const LeftFragments<float>& w,
                                   const ColumnTile<float, kCount>& x_high,
@@ -680,16 +687,17 @@ __device__ inline void add_3xtf32(Sum<kCount>& sum, const LeftFragments<float>& 
 //     bulk_push             copies from this block's shared memory into that of another block
 //     shared_fence          before the copy engine or wgmma reads what threads have written
 //
-// *fused cluster* with another product: at most 128 columns, D shared by the blocks of a cluster,
-// partial sums through distributed shared memory. A block takes a chunk of kInputs inputs at a
-// time. x comes by the copy engine. No other thread of the block needs the same elements of W. So
-// these go from memory straight to the registers, all of a chunk at once, and all loads are under
-// way before the first value is needed. That is what counts here: these layers take 2 to 10
+// This is *fused cluster* with another product: at most 128 columns, D shared by the blocks of a
+// cluster, partial sums through distributed shared memory. A block takes a chunk of kInputs inputs
+// at a time. x comes by the copy engine. An element of W is needed by one thread of the block only.
+// So W goes from memory straight to the registers, all of a chunk at once: all loads are under way
+// before the first value is needed. That is what counts here. These layers take 2 to 10
 // microseconds, and one trip to the L2 cache and back takes some 0.35 of them.
 //
 // Each of the kSplits blocks finishes its share of the rows, and the others push their partial sums
 // of that share into its inbox. A single copy moves all that goes to one block. Unfused, the same
-// kernel writes the sums as they are.
+// kernel writes the sums as they are. (From here on kSplits, kRows and kStages are those of the
+// kernel, and not the constants above.)
 template <bool k3xTF32, int kSplits, int kRows, int kClasses, int kInputs>
 struct ClusterShared {
   static constexpr int kOwnRows = kRows / kSplits;  // that a block finishes
@@ -711,9 +719,10 @@ struct ClusterShared {
 
 #if HOPPER_CODE
 // Loads a thread's fragments of W^T, for the inputs from d0 on, 32 for each of w[]. wgmma gives a
-// thread two rows of W^T. Which columns of W these are is ours to say: `col` and col + 1, so that
-// one load of 8 bytes brings both. Inputs that do not exist are zeros. Columns that do not exist
-// get another column's values; nobody looks at what becomes of them.
+// thread two rows of W^T, and any two columns of W may be these, as long as the results are read in
+// the same order. We take `col` and col + 1, so that one load of 8 bytes brings both. Of 8 inputs
+// the thread has d and d + 4. Inputs that do not exist are zeros. Columns that do not exist get
+// another column's values, and nobody looks at what becomes of them.
 template <bool kInside, int kCount>
 __device__ inline void load_fragments(LeftFragments<float> (&w)[kCount], const float* W, int d0,
                                       int col, int D, int C) {
@@ -874,10 +883,14 @@ __global__ void HOPPER_CLUSTER(kSplits) __launch_bounds__(2 * kClasses, 1)
 //
 // In *exchange tiles* a block writes its numbers, and then a counter that says so, and others read
 // the counter, and then the numbers: that is four trips to the L2 cache, one after another. Here
-// maximum and sum are 8 bytes that are written and read as one access. How does a reader know that
-// they are those of this launch? The sum can spare its last bit, which says whether an odd or an
-// even launch wrote them. Readers look until it is this launch's bit. So no counter is needed, and
-// there are two trips.
+// maximum and sum are 8 bytes that are written and read as one access:
+//
+//     Posted     31 bits of the sum, the turn, 32 bits of the maximum
+//
+// How does a reader know that they are those of this launch? The sum can spare its last bit. There
+// stands the turn, which is 1 for an odd launch and 0 for an even one. Readers look until it is
+// this launch's turn. So no counter is needed, and there are two trips. Nor is a release needed, or
+// an acquire: all that a reader wants is in this one access.
 enum class Then { logits, parts, probabilities };
 
 using Posted = unsigned long long;  // a maximum, a sum, and the bit
@@ -889,14 +902,19 @@ struct Specialized {
   float* out = nullptr;
   MaxSum* parts = nullptr;    // (B, tiles)
   Posted* posted = nullptr;   // (strips, tiles, kRows)
-  unsigned* turns = nullptr;  // of each block: its count of launches, of which the last bit counts
+  unsigned* turns = nullptr;  // of each block: whether its last launch was even or odd
   int B = 0, D = 0, C = 0;
   int strips = 0, tiles = 0;  // strips of kRows rows; tiles of 128 columns in each
 
   // The tile scheduler: which tile of which strip is place i? Blocks that wait for one another need
   // all tiles of a strip at the same time: then `together` is 1. Otherwise they go through some
-  // strips together, about 2048 rows, so that those which run at the same time share what they read
-  // of W as well as of x. The kPeers blocks of a cluster have neighbouring tiles.
+  // strips together, about 2048 rows, which are a band. So blocks that run at the same time share
+  // what they read of W as well as of x. The kPeers blocks of a cluster have neighbouring tiles.
+  // For example, 2 strips together, 4 tiles in each, and clusters of 2:
+  //
+  //     place i    0  1  2  3  4  5  6  7
+  //     strip      0  0  1  1  0  0  1  1
+  //     tile       0  1  0  1  2  3  2  3
   template <int kPeers>
   __device__ int2 strip_and_tile(int i) const {
     const int of_band = together * tiles, band = i / of_band, cluster = i % of_band / kPeers;
@@ -922,11 +940,11 @@ struct SpecializedShared {
 };
 
 #if HOPPER_CODE
-constexpr int kMultiplying = 256, kSplitting = 96;  // threads
+constexpr int kMultiplying = 256, kSplitting = 96;  // threads: of the consumers; that split x
 
-// The exponential. In TF32 operands have 10 bits, and beside these the hardware's 2^x is good
-// enough: its error is 2 units in the last place, and that of the product another one for each unit
-// of |value|.
+// The exponential. The hardware's 2^x is off by 2 units in the last place, and the product before
+// it by another one for each unit of |value|. In TF32, whose operands have 10 bits, that is good
+// enough.
 template <bool k3xTF32>
 __device__ float exp_of(float value) {
   return k3xTF32 ? expf(value) : exp2_approximate(value * 1.44269504f);
@@ -986,13 +1004,20 @@ __device__ MaxSum exchange_row(MaxSum own, Posted* of_tiles, int tile, int tiles
 // 4 pairs, one for each of kRows / 4 rows. The 8 lanes with the same lane % 4 have the same rows.
 __device__ constexpr int element_of(int pair) { return pair / 2 * 4 + pair % 2; }
 
-// The 8 lanes with the same lane % 4 have kCount values each, and value i of all of them is to
-// become one: their maximum, or their sum.
+// The 8 lanes with the same lane % 4 have kCount values each. The eight values number i become one:
+// their maximum, or their sum. (The field calls this a reduce-scatter: each lane ends with a part
+// of the results.)
 //
 // Each time a lane keeps one half of its values and gives the other half to a partner. After three
-// times it has kCount / 8 of them. For example, of 8 values lanes 4 to 7 keep the upper 4 at first,
-// and in the end each of them has value 4; lanes 8 to 11 end with value 2. Which values a lane ends
-// with says first_combined(): lane / 4 with its 3 bits reversed, times kCount / 8.
+// times it has kCount / 8 of them. With 8 values, and lane 4 standing for lanes 4 to 7:
+//
+//     lanes    0      4      8      12     16     20     24     28
+//     first    0-3    4-7    0-3    4-7    0-3    4-7    0-3    4-7      partner: 4 lanes away
+//     then     0-1    4-5    2-3    6-7    0-1    4-5    2-3    6-7      8 lanes away
+//     last     0      4      2      6      1      5      3      7        16 lanes away
+//
+// first_combined() says with which values a lane ends: lane / 4 with its 3 bits reversed, times
+// kCount / 8.
 template <int kHalf, int kCount, typename Op>
 __device__ inline void combine_halves(float (&v)[kCount], Op op, int lanes) {
   const bool upper = threadIdx.x & lanes;
@@ -1015,8 +1040,11 @@ __device__ inline int first_combined() {
 }
 
 // Turns the block's logits into exponentials relative to the row's maximum in this tile. Of the
-// threads that multiply, thread `own` < kRows returns the maximum and the sum of row `own`. From
-// the thread's first column on a row has `left` columns left: an even number, perhaps none.
+// threads that multiply, thread `own` < kRows returns the maximum and the sum of row `own`. There
+// are two rounds, one for the maxima and one for the sums. In each the lanes of a warp combine what
+// they have of each row, a warp leaves the results in shared.parts, and thread `own` combines those
+// of the eight warps. From the thread's first column on a row has `left` columns left: an even
+// number, perhaps none.
 template <bool k3xTF32, int kRows>
 __device__ MaxSum tile_exponentials(SpecializedShared<k3xTF32, kRows>& shared, Sum<kRows>& sum,
                                     int own, int left) {
@@ -1130,8 +1158,8 @@ __global__ void HOPPER_CLUSTER(kPeers) __launch_bounds__(384, 1)
       }
       if constexpr (kPeers > 1) writer.finish();
     } else if (k3xTF32) {
-      // The producer's other warps split all of a stage's x into two tiles. In which order x lies
-      // there does not matter for that.
+      // The producer's other warps split all of a stage's x into two tiles, in whatever order x
+      // lies there. done_with() tells the consumers, who wait for it in wait_for().
       Reader reader(shared.pipeline, cluster);
       for (int i = blockIdx.x; i < places; i += gridDim.x) {
         for (int step = 0; step < steps; ++step) {

@@ -77,11 +77,11 @@ struct Operands {
 
 // ---- rows ---------------------------------------------------------------------------------------
 
-// A block owns query blockIdx.x of head blockIdx.y of batch blockIdx.z, a warp every fourth key. A
-// lane has kWidth / 32 neighbouring columns of the row of Q, of K, of V and of out. The warp keeps
-// the largest logit so far, the sum of the exponentials relative to it, and the row of out. In the
-// end what the warps have of the row is merged, as in lesson 9: each is scaled to the largest
-// maximum. Every block reads all of its head's K and V: one operation for every byte.
+// A block owns query blockIdx.x of head blockIdx.y of batch blockIdx.z. Each of its four warps
+// takes every fourth key. A lane has kWidth / 32 neighbouring columns of the rows of Q, K, V and
+// out. A warp keeps the largest logit so far, the sum of the exponentials relative to it, and the
+// row of out. In the end the warps' parts of the row are merged, as in lesson 9: each is scaled to
+// the largest maximum. Every block reads all of its head's K and V: one operation for every byte.
 //
 // (Most words from primitives/ are those of lessons 7 and 8. lanes_sum<32> adds up a number over 32
 // neighbouring lanes, and lanes_max<4> finds the largest one in 4 neighbouring lanes.)
@@ -157,14 +157,15 @@ struct OnlineRows {
   // the hardware computes 2^x and not e^x. A row of which nothing but -infinity has come subtracts
   // nothing.
   //
-  // An FMA subtracts the maximum and scales a logit at once. It subtracts a rounded product from
-  // one that is not rounded: so an exponent is off by what the maximum times the scale has been
-  // rounded by. Up to 256 that is at most 2^-17, less than the rounding of a probability to fp16.
-  // Beyond it the maximum is subtracted first, and without a rounding error: of a row whose maximum
-  // is 2^33 the exponent would be off by 256, and the result NaN.
+  // One FMA (a multiply-add that rounds once) makes an exponent: logit * scale - base. `base`, the
+  // maximum times the scale, has been rounded before, and logit * scale has not. So all exponents
+  // of a row are off by the rounding error of `base`. Up to 256 that is at most 2^-17, less than
+  // the rounding of a probability to fp16. Beyond it the maximum is subtracted from the logits
+  // first, without a rounding error. Else the exponents of a row whose maximum is 2^33 would be off
+  // by 256, and its result would be NaN.
   //
-  // kRarely: where no exponential of the warp's rows would exceed 2^8 they stay relative to the old
-  // maximum, and there is no factor. (The 8 below is an exponent of 2, as scale has log2(e).)
+  // kRarely: the exponentials stay relative to the old maximum, and there is no factor, as long as
+  // no exponential of the warp's rows would exceed 2^8. (The 8 in the code is this exponent.)
   // Exponentials of up to 2^8 are as exact as those of up to 1. Returns whether there is a factor.
   template <bool kRarely = false, int kCount>
   __device__ __forceinline__ bool exponentials(float (&logits)[kCount], float scale,
@@ -551,9 +552,12 @@ __global__ void __launch_bounds__(384, 1) attention_hopper(const __grid_constant
 // ---- ping-pong ----------------------------------------------------------------------------------
 
 // The tensor cores are idle while all warpgroups compute exponentials, and two that have begun at
-// the same time do so together. Here the two consumers take turns. In its turn a consumer starts
-// the results of this tile and the logits of the next one, and passes the turn on; then it waits
-// for these products, and computes exponentials while the other one's are multiplied.
+// the same time do so together. Here the two consumers take turns:
+//
+//     consumer 0     products        exponentials    products        exponentials
+//     consumer 1     waits           products        exponentials    products
+//
+// In its turn a consumer starts the results of this tile and the logits of the next one.
 
 #if HOPPER_CODE
 // Whose turn it is to start products. Each consumer has a barrier in shared memory at which it
@@ -638,7 +642,10 @@ __global__ void __launch_bounds__(384, 1)
 // In *ping-pong* a consumer waits for both of its products before it computes. Here it starts the
 // logits of the next tile first, and then the results of this one. wgmma finishes in order, so the
 // logits are there first, and their exponentials are computed while the results are still being
-// multiplied: a consumer's own products run beside its own exponentials.
+// multiplied. With tile 5 as this tile and tile 4 as the next one:
+//
+//     tensor cores     logits of 4     results of 5
+//     consumer                         exponentials of 4     scales the results
 //
 // So a step begins with exponentials of this tile in `probs`, the left factor, and ends with those
 // of the next tile. If the next tile has a larger maximum, the rows of the results have to be
@@ -705,18 +712,22 @@ __global__ void __launch_bounds__(384, 1)
 // ---- tile scheduler -----------------------------------------------------------------------------
 
 // What is left? A block of *overlap* waits for its first tiles, and its tensor cores wait again
-// when it stores its last results; and with a causal mask blocks have more to do or less. Here
-// blocks stay, one on each multiprocessor. A work tile is some rows of Q of one head. When the
-// producer has ordered all tiles of one, it takes the number of the next one from a counter in
-// memory (a tile scheduler). Its rows of Q come into the other one of two places, and its first
-// logits are multiplied beside the last results of the work tile before. Results leave by the copy
-// engine, from the place where their rows of Q were; a warp of the producer's waits for them.
+// when it stores its last results. And with a causal mask some blocks have more to do than others.
+// What is new:
 //
-// And the exponentials take fewer instructions. Which number a row's exponentials are relative to
-// does not matter for the result, as long as nothing overflows and not all of a row underflows. So
-// it is the maximum of the first tile in which a row has logits. Later tiles are not compared with
-// it: that an exponential was too large shows in the sum. Only then (hardly ever) the logits, which
-// are lost, are multiplied once more, and a new maximum is looked for.
+//   - Blocks stay, one on each multiprocessor. A work tile is some rows of Q of one head. When the
+//     producer has ordered all tiles of one, it takes the number of the next one from a counter in
+//     memory: that is the tile scheduler.
+//   - There are two places for rows of Q. So the first logits of the next work tile are multiplied
+//     beside the last results of this one. The copy engine stores results from the place where
+//     their rows of Q were, and a warp of the producer's warpgroup waits for it.
+//   - The exponentials take fewer instructions, since hardly any tile looks for a maximum.
+//
+// Which number a row's exponentials are relative to does not matter for the result, as long as
+// nothing overflows and not all of a row underflows. So it is the maximum of the first tile in
+// which a row has logits, the row's `base`. Later tiles are not compared with it. If an exponential
+// was too large, the sum shows it. Then (hardly ever) a new maximum is needed. But exponentials
+// have taken the place of the logits, so the logits are multiplied once more.
 struct LazyRows {
   float base[2] = {NAN, NAN};  // in logits times scale; NaN before the first logit
   float sum[2] = {};           // of the thread's own exponentials
@@ -810,10 +821,16 @@ struct Piece {
   int row, head, batch, tiles;
 };
 
-// Heads are taken in `sections` sections of `section` heads, and then a last one with all that are
-// left. In a section the rows with the most keys come first. next[0] counts the work tiles that
-// were taken beside the first one of each block, next[1] the blocks that are done. Both are 0
-// before the launch and after it.
+// Heads are taken in `sections` sections of `section` heads, and then in a last one that has all
+// heads which are left. In a section the rows with the most keys come first. For example, with a
+// causal mask, 5 heads, 3 tiles of rows in each, and 1 section of 2 heads:
+//
+//     number           0  1  2  3  4  5    6  7  8  9 10 11 12 13 14
+//     head             0  1  0  1  0  1    2  3  4  2  3  4  2  3  4
+//     tile of rows     2  2  1  1  0  0    2  2  2  1  1  1  0  0  0
+//
+// next[0] counts the work tiles that were taken beside the first one of each block, next[1] the
+// blocks that are done. Both are 0 before the launch and after it.
 struct TileScheduler {
   int row_tiles, heads, section, sections;  // heads: of all batches
   unsigned total;
@@ -951,8 +968,9 @@ __device__ __forceinline__ void store_pieces(StayShared<T, kWidth>& shared, cons
   }
 }
 
-// What a consumer has of a work tile: 64 rows, from `row` on, and of its tiles of keys those
-// below `end`, which are all that they see. `tile` is the one that comes next.
+// What a consumer has of a work tile: 64 rows, from `row` on. `tile` is the tile of keys that comes
+// next. Its rows see some key of each tile below `end`. The other tiles are hidden: the mask hides
+// all of their keys from these rows.
 struct ConsumerPiece {
   int stage, row, tile, end;
   int whole;     // tiles below it have no key that one of the rows does not see
@@ -997,7 +1015,8 @@ struct StayConsumer {
                                                bool add) const {
     result.template start_product<kKeys / 16>(probs, shared.kv[v][0].across_k(), add);
   }
-  // The logits of start_logits() once more, by mma.sync: other warps need not do the same.
+  // The logits of start_logits() once more. By mma.sync a warp can do that alone, and wgmma would
+  // need all four warps of the warpgroup.
   __device__ __noinline__ void multiply_again(Logits& logits, int stage, int k) const {
     const int row = 64 * consumer + threadIdx.x % 128 / 32 * 16;
     float sum[1][kKeys / 8][4] = {};
@@ -1038,6 +1057,13 @@ struct StayConsumer {
     shared_fence();
   }
 
+  // The logits of a tile come one step before its results. So a step takes K of the next tile and V
+  // of this one, also from a work tile to the next one. Each has three tiles here, and K2' is of
+  // the next one:
+  //
+  //     K2   |   K1 V2   |   K0 V1   |   K2' V0   |   K1' V2'   |   ...
+  //
+  // begin() is the start, without results. pass_keys() passes over a K that is hidden.
   __device__ __forceinline__ void run() const {
     using Block = HopperBlock<T, kWidth>;  // whose scale_rows() and to_factor() these are
     const EachWarp warps;
@@ -1117,7 +1143,6 @@ struct StayConsumer {
       //   last         this tile is the last one of its work tile
       //   more         there is a next tile, of this work tile or of the next one
       //   next_active  there is a next tile, and it is not hidden
-      // Of a tile that is hidden K and V are passed over.
       const bool last = own.tile == 0;
       ConsumerPiece next = own;
       bool more = true;
@@ -1294,10 +1319,11 @@ struct Table : AttentionProblem<T> {
   }
 
   // Without a mask all work tiles are equally long, and heads come one after the other: so each K
-  // and V is read from memory once. With a causal mask the long ones of a section come first. Only
-  // at the end does it matter that blocks end together. So sections have a quarter of the work
-  // tiles that are computed at a time, and the last one has many: as many as half of the L2 cache
-  // has room for K and V of.
+  // and V is read from memory once. With a causal mask the long ones of a section come first, so
+  // that its last ones are short, and blocks end at nearly the same time. That matters only at the
+  // end of the launch. So all sections but the last one are small: a quarter of the heads that are
+  // computed at a time. The last section is large, but half of the L2 cache has room for K and V of
+  // all its heads.
   TileScheduler scheduler(int rows, unsigned blocks, unsigned* next) const {
     const AttentionShape& of = this->shape;
     const int row_tiles = static_cast<int>(ceil_div(of.queries, int64_t{rows}));
