@@ -8,6 +8,8 @@
 #include <cmath>
 #include <cstdint>
 
+#include "primitives/launch.h"
+
 namespace operators {
 
 /// What a way to compute a product costs each multiprocessor. A line is 128 bytes.
@@ -35,8 +37,19 @@ inline double fetched_for_a_line(int64_t bytes) {
 }
 
 inline constexpr double kLineBytes = 128;
-inline constexpr double kCycles = 1650;      ///< of a microsecond, under load
-inline constexpr double kMemoryBytes = 3e6;  ///< to or from memory in a microsecond
+
+/// Of a microsecond, under load: five sixths of the highest clock. 1650 on an H100 or H200.
+inline double cycles() {
+  const int kilohertz = primitives::device_fact<cudaDevAttrClockRate>();
+  return kilohertz > 0 ? kilohertz / 1200.0 : 1650;
+}
+/// Bytes to or from memory in a microsecond: 0.9 of what its clock says. 3.0e6 on an H100, 4.4e6 on
+/// an H200.
+inline double memory_rate() {
+  const double kilohertz = primitives::device_fact<cudaDevAttrMemoryClockRate>();
+  const int bits = primitives::device_fact<cudaDevAttrGlobalMemoryBusWidth>();
+  return kilohertz > 0 ? 0.9 * 2e-3 * kilohertz * bits / 8 : 3e6;
+}
 inline constexpr double kFirstLaunch = 4;  ///< microseconds until the first data and after the last
 inline constexpr double kNextLaunch = 2;   ///< the same of a kernel that follows another one early
 
@@ -48,7 +61,7 @@ inline double step_microseconds(const Cost& cost) {
   const double asking = std::max(0.33, cost.blocks / cost.multiprocessors);
   return std::max({cost.rows * cost.cols / 32, cost.shared_lines * kLineBytes / 150,
                    cost.fetched_lines * kLineBytes / 39 * asking, cost.least_cycles}) /
-         kCycles;
+         cycles();
 }
 
 /// Time that a product's steps need, and that its memory needs. Of a tile's sums a multiprocessor
@@ -57,9 +70,9 @@ struct Times {
   double steps, memory;
 };
 inline Times times_of(const Cost& cost) {
-  const double finish = cost.rows * cost.cols / 16 / kCycles;
+  const double finish = cost.rows * cost.cols / 16 / cycles();
   return {cost.rounds * (cost.steps * step_microseconds(cost) + finish),
-          cost.memory_bytes / kMemoryBytes};
+          cost.memory_bytes / memory_rate()};
 }
 
 /// Time of the whole product: the steps and the memory work at the same time.

@@ -40,7 +40,7 @@ from types import SimpleNamespace
 from record import DAMAGED, Mistake, load, saying_mistakes, what_lacks, write_whole
 
 ROOT = pathlib.Path(__file__).resolve().parent.parent
-KINDS = "table|full|rows|sizes|output|value|ratio|cross|formula|count|repeated|points|peers|operations|counted|python"
+KINDS = "table|full|rows|sizes|output|value|ratio|cross|formula|count|repeated|points|peers|operations|counted|python|choice"
 MARKER = re.compile(
     rf"(?P<open><!-- (?P<kind>{KINDS})\s(?P<what>.+?) -->)"
     r".*?(?P<close><!-- end -->)",
@@ -433,6 +433,21 @@ def python_table(what):
     return "\n" + "\n".join(lines) + "\n"
 
 
+def choice_table(what):
+    """What operators/tests/gpu/choice.py has recorded, a row per function."""
+    run = record_named(what)
+    lines = [f"{run['device']['name']}, PyTorch {run['pytorch']}.", "",
+             "| | shapes | estimated / tried | above 1.1 | worst | library / ours | below 0.95 | worst |",
+             "|---" + "|--:" * 7 + "|"]
+    for name, of in run["functions"].items():
+        cells = [name, str(of["shapes"]), f"{of['geometric_mean']:.3f}", f"{of['above_1.1']:.1%}", f"{of['worst']:.2f}"]
+        if "library_shapes" in of:
+            cells += [f"{of['library_geometric_mean']:.2f}", f"{of['library_below_0.95']:.0%}",
+                      f"{of['library_worst']:.2f}"]
+        lines.append("| " + " | ".join(cells + [""] * (8 - len(cells))) + " |")
+    return "\n" + "\n".join(lines) + "\n"
+
+
 def formula(what):
     """What a formula marker asks for, as text."""
     target, arithmetic, *form = re.split(" [|;] ", what)
@@ -525,6 +540,8 @@ def render(match):
         text = peers_table(what)
     elif kind == "python":
         text = python_table(what)
+    elif kind == "choice":
+        text = choice_table(what)
     elif kind == "counted":
         text = counts_table(match["what"])
     elif kind == "operations":

@@ -65,7 +65,8 @@ enum class KeysInCache {
 /// What there is to do, and who does it: tiles of rows, of `heads` heads or packs of them, and
 /// parts of keys. Heads are taken in `sections` sections of `section` heads, and then a last one
 /// with all that are left. In a section the rows with the most keys come first. `next` is a counter
-/// in memory, 0 before the launch and after it, and next[1] as well.
+/// in memory, 0 before the launch and after it, and next[1] as well. It is nullptr where no block
+/// has more than one piece of work.
 struct AttentionSchedule {
   int row_tiles, heads, section, sections, parts, pack;
   unsigned total;
@@ -173,6 +174,7 @@ __device__ __forceinline__ void bring(AttentionShared<Tile>& shared, const Atten
     });
   };
   // K of each tile comes before V of the tile before it, also from one piece of work to the next.
+  wait_for_previous_kernel();
   AttentionWork before;
   bool first = true;
   unsigned number = blockIdx.x;
@@ -180,7 +182,7 @@ __device__ __forceinline__ void bring(AttentionShared<Tile>& shared, const Atten
     const AttentionWork work = work_of<Tile>(schedule, in, number);
     shared.work[rows.wait()] = work;
     if (work.end < 0) break;
-    number = gridDim.x + atomicAdd(schedule.next, 1u);
+    number = schedule.next ? gridDim.x + atomicAdd(schedule.next, 1u) : schedule.total;
     rows.put(sizeof shared.q[0], [&](int stage, Barrier* arrived) {
 #pragma unroll
       for (int box = 0; box < Tile::kBoxes; ++box) {
@@ -199,6 +201,7 @@ __device__ __forceinline__ void bring(AttentionShared<Tile>& shared, const Atten
   }
   put(maps.V, before, before.first);
   rows.put(0, [](int, Barrier*) {});  // no more work
+  if (!schedule.next) return;
   // The block that finds the work done last leaves the counters as they were. The fence: what other
   // blocks have taken from the first one comes before.
   __threadfence();

@@ -14,6 +14,7 @@
 #include <type_traits>
 #include <vector>
 
+#include "operators/attention/estimate.h"
 #include "operators/attention/hopper.cuh"
 #include "operators/attention/portable.cuh"
 
@@ -105,11 +106,12 @@ struct AttentionLaunches {
     schedule.total =
         static_cast<unsigned>(int64_t{schedule.row_tiles} * schedule.heads * plan.parts);
     schedule.keys = keys_in_cache(plan, schedule.row_tiles);
-    schedule.next = counters_;
     const unsigned blocks = std::min<unsigned>(schedule.total, Tile::kBlocks * multiprocessors());
+    schedule.next = schedule.total > blocks ? counters_.data() : nullptr;
     divide_heads(schedule, blocks);
-    attention_hopper<Tile>
-        <<<blocks, Tile::kThreads, kBytes, stream_>>>(maps, in, schedule, parts<Tile::kSplit>());
+    // Early: before it there may be the kernel that writes the counters' zeros.
+    launch_clusters_on(stream_, attention_hopper<Tile>, 1, schedule.next != nullptr, blocks,
+                       Tile::kThreads, kBytes, maps, in, schedule, parts<Tile::kSplit>());
     if constexpr (Tile::kSplit) merge<Tile::kWidth>(plan);
   }
 
@@ -232,8 +234,8 @@ class Attention : AttentionLaunches<T> {
   void add_hopper(const std::string& name) {
     for (const Plan& plan : plans(Tile::kRows, Tile::kKeys)) {
       if ((plan.parts > 1) != Tile::kSplit) continue;
-      offer(name, plan, microseconds(Tile::kRows, Tile::kKeys, Tile::kWidth, plan, Tile::kBlocks),
-            static_cast<int>(sizeof(AttentionShared<Tile>)),
+      const TileCost& cost = cost_of(Tile::kRows, Tile::kKeys, Tile::kWidth, Tile::kBlocks);
+      offer(name, plan, microseconds(cost, plan), static_cast<int>(sizeof(AttentionShared<Tile>)),
             [self = static_cast<const Launches&>(*this), plan] {
               self.template launch_hopper<Tile>(plan);
             });
@@ -258,31 +260,44 @@ class Attention : AttentionLaunches<T> {
   void add_portable(const std::string& name) {
     for (const Plan& plan : plans(Tile::kRows, Tile::kKeys)) {
       if ((plan.parts > 1) != kSplit) continue;
-      offer(name, plan, 2 * microseconds(Tile::kRows, Tile::kKeys, Tile::kWidth, plan),
-            Tile::kSharedBytes, [self = static_cast<const Launches&>(*this), plan] {
+      const TileCost& cost = cost_of(Tile::kRows, Tile::kKeys, Tile::kWidth, 0);
+      offer(name, plan, microseconds(cost, plan), Tile::kSharedBytes,
+            [self = static_cast<const Launches&>(*this), plan] {
               self.template launch_portable<Tile, kSplit>(plan);
             });
     }
   }
 
-  /// A coarse estimate: what all tiles take, on all multiprocessors, and the longest piece of work
-  /// once more in half, because pieces do not end together; or what memory takes, if that is more.
-  /// A multiprocessor alone does not get all of the memory's rate.
-  double microseconds(int tile_rows, int tile_keys, int width, const Plan& plan,
-                      int blocks = 1) const {
+  /// How long it should take. Without a mask all pieces of work are equally long, and come in
+  /// rounds. With one they differ, the longest come first, and blocks do not quite end together. Or
+  /// what memory takes, if that is more: a multiprocessor alone does not get all of its rate.
+  double microseconds(const TileCost& of, const Plan& plan) const {
+    const double queries = static_cast<double>(shape_.queries), keys = of.keys;
+    const double all_keys = static_cast<double>(shape_.keys);
     const double row_tiles =
-        static_cast<double>(ceil_div(shape_.queries * plan.pack, int64_t{tile_rows}));
+        static_cast<double>(ceil_div(shape_.queries * plan.pack, int64_t{of.rows}));
     const double heads = static_cast<double>(shape_.heads / plan.pack * shape_.batch);
-    const double seen = shape_.pairs() / static_cast<double>(shape_.queries);  // of an average row
-    const double step = 0.885e-3 * tile_rows * ((width + 64) * tile_keys + 3200);  // cycles
-    const double tiles = std::ceil(seen / tile_keys / plan.parts);
-    const double piece = tiles * step + 2500, pieces = row_tiles * heads * plan.parts;
-    const double on = std::min<double>(pieces, multiprocessors());
-    const double arithmetic = (pieces * piece / on + 0.5 * piece) / 1650;
-    const double memory = shape_.bytes() / std::min(2.8e6, on * 0.04e6);
-    // The merge starts early where its blocks find room beside this kernel's.
-    const double merge = plan.parts > 1 ? (blocks > 1 ? 3 : 5) + 0.1 * plan.parts : 0;
-    return std::max(arithmetic, memory) + 0.1 * arithmetic + merge + 3;
+    const double slots = of.blocks * multiprocessors(), pieces = row_tiles * heads * plan.parts;
+    const double on = std::min(pieces, slots), piece = of.piece + (shape_.causal ? kMaskCycles : 0);
+    const double longest = std::ceil(std::ceil(all_keys / keys) / plan.parts) * of.step + piece;
+    double arithmetic = std::ceil(pieces / slots) * longest;
+    if (shape_.causal) {
+      // So many queries see a key, on average all but half as many keys; others have a tile, too.
+      const double seeing = std::min(queries, all_keys), share = seeing / queries;
+      const double tiles = (all_keys - seeing / 2) / keys + 0.5 + 0.5 * of.rows / plan.pack / keys;
+      const double steps =
+          std::max(pieces, row_tiles * heads * (share * tiles + 1 - share)) * of.step;
+      arithmetic = std::max(
+          longest, (steps + pieces * piece) / on + (pieces > slots ? kUnevenEnd * longest : 0));
+    }
+    const double memory =
+        shape_.bytes() / std::min(memory_rate(), on * kMemoryOfOne * memory_rate());
+    double merge = 0;
+    if (plan.parts > 1) {
+      const double floats = static_cast<double>(rows() * plan.parts) * of.width;
+      merge = kMerge + kMergePart * plan.parts + kMergeTraffic * 8 * floats / memory_rate();
+    }
+    return kFirstPiece + std::max(arithmetic / cycles(), memory) + merge;
   }
 
   template <int kWidth>

@@ -45,7 +45,7 @@ Way streamed_way(const RowsOnChip& shape, int blocks, const Layer& layer, int te
   return {"rows streamed: " + std::to_string(blocks) + " blocks of " +
               std::to_string(shape.threads) + " threads, " + std::to_string(shape.blocks) +
               " for a row",
-          kFirstLaunch + moved / kMemoryBytes, std::move(launch), bytes};
+          kFirstLaunch + moved / memory_rate(), std::move(launch), bytes};
 }
 
 // Whole packs only where every row starts at a multiple of 16 bytes, as the copy engine wants it.

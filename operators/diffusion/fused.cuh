@@ -190,7 +190,7 @@ class FusedDiffusion {
     ways_.push_back(
         {"blocks of " + std::to_string(Tile::kEigen) + " x " + std::to_string(Tile::kColumns) +
              "; clusters: " + std::to_string(clusters * meshes) + " of " + std::to_string(blocks),
-         kFirstLaunch + bytes / kMemoryBytes, launch, kBytes});
+         kFirstLaunch + bytes / memory_rate(), launch, kBytes});
   }
 
   std::function<DiffusionOperands()> operands_;

@@ -164,7 +164,7 @@ class GatedLayerBackward {
         product_of(sums, W_t, d.d_x, shape_of(M, K, 2 * pitch),
                    {0, channels == K ? 0 : channels, 0}),
     };
-    const double gates = static_cast<double>(M * pitch) * 10 / kMemoryBytes;
+    const double gates = static_cast<double>(M * pitch) * 10 / memory_rate();
     const auto offer = [&](const char* name, const std::vector<Step>& of_weights) {
       std::vector<Step> all = steps;
       all.insert(all.end(), of_weights.begin(), of_weights.end());
@@ -182,7 +182,7 @@ class GatedLayerBackward {
                        shared_bytes});
     };
     const int64_t x_stride = of.x_stride ? of.x_stride : K;
-    const double read_x = static_cast<double>(M * K) * sizeof(half) / kMemoryBytes;
+    const double read_x = static_cast<double>(M * K) * sizeof(half) / memory_rate();
     offer("five products and their gates between them",
           {{2 * read_x + kFirstLaunch,
             [=, stream = workspace.stream] {
@@ -198,7 +198,7 @@ class GatedLayerBackward {
     const double operations = 4.0 * static_cast<double>(K) * static_cast<double>(pitch * M);
     const double once = static_cast<double>(plan.slices) * static_cast<double>(K * pitch) * 16;
     offer("three products and their gates, weights from slices of the rows",
-          {{2 * kFirstLaunch + std::max(operations / 3e8, read_x) + once / kMemoryBytes,
+          {{2 * kFirstLaunch + std::max(operations / 3e8, read_x) + once / memory_rate(),
             [=, stream = workspace.stream] {
               const WeightProduct in{of.x,
                                      sums,

@@ -106,7 +106,7 @@ class GatedProduct {
     for (const auto* matrix : {&x_, &W1_, &W2_}) {
       if (matrix->copied) bytes += 2 * sizeof(half) * 1.0 * matrix->rows * matrix->stride;
     }
-    return bytes > 0 ? kNextLaunch + bytes / kMemoryBytes : 0;
+    return bytes > 0 ? kNextLaunch + bytes / memory_rate() : 0;
   }
 
   template <class Tile>
@@ -122,7 +122,7 @@ class GatedProduct {
     const RowCopies<half, 3> copies{x_.job(), W1_.job(), W2_.job()};
     const bool copied = copies.blocks().x > 0;
     if (copied) {
-      align_rows<half, 3><<<copies.blocks(), copies.threads(), 0, workspace_.stream>>>(copies);
+      align_rows<half, 3><<<copies.blocks(), kCopyThreads, 0, workspace_.stream>>>(copies);
     }
     allow_shared_bytes(operators::product::product<Work>, kBytes);
     launch_clusters_on(workspace_.stream, operators::product::product<Work>, 1, copied,

@@ -159,7 +159,7 @@ class ResidentLayer {
         const Plan plan(rows, shape_, blocks, room);
         if (plan.stages == 0) continue;
         whole_ = whole_ || blocks == 1;
-        const double microseconds = plan.microseconds(shape_);
+        const double microseconds = plan.microseconds(shape_, blocks);
         ways_.offer(microseconds, [&] {
           return Way{plan.name(blocks), microseconds,
                      [memory = memory_, shape = shape_, plan, rows, blocks, stream = stream_] {

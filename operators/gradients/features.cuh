@@ -155,7 +155,7 @@ class GradientFeatures {
                        static_cast<double>(shape_.coefficients());
     ways_.push_back({"blocks of 64 x " + std::to_string(cols) + "; clusters: " +
                          std::to_string(blocks.y * blocks.z) + " of " + std::to_string(blocks.x),
-                     2 * kFirstLaunch + all / (4096 * kCycles * multiprocessors()), launch,
+                     2 * kFirstLaunch + all / (4096 * cycles() * multiprocessors()), launch,
                      shared_bytes});
   }
 

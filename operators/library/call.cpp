@@ -12,6 +12,7 @@
 #include <optional>
 #include <tuple>
 
+#include "operators/library/zeros.h"
 #include "primitives/check.h"
 #include "primitives/launch.h"
 
@@ -114,7 +115,7 @@ class Carver {
     const auto data = [of = running_, at = take(bytes), bytes, stream = stream_,
                        last = std::make_shared<uint64_t>(0)] {
       char* const piece = of->workspace + at;
-      if (*last != of->number) check(cudaMemsetAsync(piece, 0, bytes, stream), "cudaMemsetAsync");
+      if (*last != of->number && bytes > 0) write_zeros(piece, bytes, stream);
       *last = of->number;
       return piece;
     };

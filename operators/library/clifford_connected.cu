@@ -58,7 +58,7 @@ template <typename A>
 double microseconds_of(const fk_clifford& of, int products) {
   const double operations = 2.0 * products * kPlanes<A> * static_cast<double>(of.batch) *
                             static_cast<double>(of.features * of.features);
-  return operators::kFirstLaunch + operations / (2048 * operators::kCycles * multiprocessors());
+  return operators::kFirstLaunch + operations / (2048 * operators::cycles() * multiprocessors());
 }
 
 /// A pass of a description that has been checked.

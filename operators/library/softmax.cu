@@ -98,7 +98,7 @@ Way in_turn(const std::string& name, const std::vector<Way>& steps) {
 
 /// A launch that does nothing but move so many numbers of fp32 from or to memory.
 double microseconds_to_move(double numbers) {
-  return operators::kNextLaunch + 4 * numbers / operators::kMemoryBytes;
+  return operators::kNextLaunch + 4 * numbers / operators::memory_rate();
 }
 
 bool sooner(const LogitsWay& a, const LogitsWay& b) {

@@ -13,12 +13,15 @@
 //         block 0 |--- tile 0 ---|-- tile 1, first steps
 //         block 1                   tile 1, last steps --|--- tile 2 ---|-- tile 3 ...
 //
-//     A block that begins inside of a tile hands its sums through memory to the one that has the
-//     tile's first steps. That one adds them, always in the same order, and stores the tile.
+//     Blocks that share a tile leave their sums in memory. Whoever is the last one adds them, always
+//     in the same order, and stores the tile. No block waits for another one: this is also right
+//     where other launches share the device.
 //   - Large tiles. 4097 rows need a 33rd row of tiles for one row of C. With 128 x 256 that costs
 //     as much as 128 rows. And only one block with such a tile fits on a multiprocessor, but two
 //     with 64 x 128: one multiplies while the other waits at a barrier.
-//   - Few tiles. 512 x 512 elements are only 32 tiles of 64 x 128, but 64 of 64 x 64. There each of
+//   - Few tiles, and a long k. Of 96 x 243 elements there are 8 tiles of 64 x 64: there a tile gets
+//     as many blocks as there is room for, each a range of k.
+//   - Small tiles. 512 x 512 elements are only 32 tiles of 64 x 128, but 64 of 64 x 64. There each of
 //     256 threads would own 4 x 4 elements, with twice the reads for a multiply-add. So a thread
 //     owns 8 x 8 elements, and 64 threads are enough. A block has four such groups, called slices:
 //     each multiplies a quarter of the k of every step, and at the end they add up their sums
@@ -34,6 +37,7 @@
 #include <climits>
 #include <cmath>
 #include <cstdint>
+#include <memory>
 #include <optional>
 #include <string>
 #include <vector>
@@ -42,13 +46,14 @@
 #include "operators/operands.h"
 #include "operators/product/shape.h"
 #include "primitives/async_copy.cuh"
+#include "primitives/early_launch.cuh"
 #include "primitives/launch.h"
-#include "primitives/spin.cuh"
+#include "primitives/row_parts.cuh"
 
 namespace operators::product {
 
 using namespace primitives;
-using operators::Memory, operators::Way, operators::Workspace;
+using operators::Memory, operators::Way, operators::Ways, operators::Workspace;
 
 inline constexpr int kFp32Threads = 256;  ///< of a block, whatever its tile
 
@@ -216,20 +221,23 @@ __device__ void store_fp32_sums(const float (&sum)[kOwn][Tile::TN], const Fp32Op
 }
 
 /// What a block does at a time: of tile number `tile` the steps from `begin` up to, not including,
-/// `end`. If `begin` is 0, the blocks after this one, up to number `last`, do the tile's other
-/// steps.
+/// `end`. The blocks from number `first` to `last` do the tile's steps, in this order.
 struct Fp32Piece {
-  int tile, begin, end, last;
+  int tile, begin, end, first, last;
 };
 
-/// What costs a multiprocessor cycles beside its multiply-adds: measured once, on an H200, for a
-/// coarse estimate.
+/// What costs a multiprocessor cycles: fitted to 1,400 shapes drawn at random, on an H200.
 struct Fp32Costs {
-  static constexpr double kStep = 540;      ///< until a step's first numbers are in registers
-  static constexpr double kNarrowCopy = 6;  ///< of a warp, of 4 bytes a thread where 16 would do
-  static constexpr double kFlag = 1200;     ///< of a handover: until the other block sees the flag
-  static constexpr double kPiece = 1000;  ///< and for each block's sums to come from the L2 cache,
-  static constexpr double kL2Bytes = 24;  ///< so many bytes of them a cycle
+  static constexpr double kMultiply = 1.11;    ///< beside what 128 multiply-adds a cycle take
+  static constexpr double kStep = 190;         ///< of each step
+  static constexpr double kAlone = 220;        ///< more, where no other block works meanwhile
+  static constexpr double kNarrowCopy = 3.4;   ///< of a warp, of 4 bytes a thread where 16 would do
+  static constexpr double kNarrowTile = 0.37;  ///< more of a tile so, for each number of C
+  static constexpr double kStored = 21;        ///< bytes of C that leave in a cycle
+  static constexpr double kLeft = 13;          ///< bytes of sums for other blocks
+  static constexpr double kCount = 890;        ///< of a shared tile, and for each piece of it
+  static constexpr double kPiece = 260;
+  static constexpr double kZeros = 3;  ///< microseconds, of the launch that writes zeros
 };
 
 /// Which block does what. If the number of tiles is a multiple of that of blocks, no tile is
@@ -239,9 +247,6 @@ struct Fp32Costs {
 /// equally long. A piece is the part of a range that is inside of one tile.
 template <class Tile>
 struct Fp32Timetable {
-  struct Point {  ///< a place on the line
-    int tile, step;
-  };
   int cols;                 ///< tiles beside each other
   int steps;                ///< of a tile
   int whole;                ///< so many tiles are not shared, those with the lowest numbers
@@ -262,17 +267,23 @@ struct Fp32Timetable {
 
     // No range reaches from one tile into the next. (If one does, a tile may have a piece more.)
     const bool even = blocks % tiles == 0 && steps % (blocks / tiles) == 0;
-    const int pieces = ceil_div(blocks, tiles) + !even;
+    const int pieces = std::min(ceil_div(blocks, tiles) + !even, steps);
     const int crowd = ceil_div(blocks, sms);  // blocks that share a multiprocessor
     constexpr double kMultiplyAdds = Tile::BM * Tile::BN * Tile::BK / 128.0;  // 128 in a cycle
     constexpr double kNarrow = Tile::kAligned ? 0 : 0.75 * Tile::kTileB / 32;
-    const double step =
-        Fp32Costs::kStep + crowd * (kMultiplyAdds + kNarrow * Fp32Costs::kNarrowCopy);
-    const double handover = crowd * (Fp32Costs::kFlag + pieces * Fp32Costs::kPiece +
-                                     4.0 * Tile::BM * Tile::BN / Fp32Costs::kL2Bytes);
-    microseconds =
-        kFirstLaunch +
-        (std::ceil(1.0 * tiles * steps / blocks) * step + (pieces > 1 ? handover : 0)) / kCycles;
+    constexpr double kBusy =
+        Fp32Costs::kMultiply * kMultiplyAdds + Fp32Costs::kStep + kNarrow * Fp32Costs::kNarrowCopy;
+    constexpr double kAlone = kBusy + (Tile::kResident > 1 ? Fp32Costs::kAlone : 0);
+    constexpr double kNumbers = Tile::BM * Tile::BN;
+    constexpr double kStore =
+        kNumbers * (4 / Fp32Costs::kStored + (Tile::kAligned ? 0 : Fp32Costs::kNarrowTile));
+    double work = std::ceil(1.0 * tiles * steps / blocks) * std::max(kAlone, crowd * kBusy) +
+                  ceil_div(tiles, blocks) * crowd * kStore;
+    if (shares_tiles()) {
+      work += crowd *
+              (Fp32Costs::kCount + pieces * Fp32Costs::kPiece + 4 * kNumbers / Fp32Costs::kLeft);
+    }
+    microseconds = kFirstLaunch + work / cycles() + (shares_tiles() ? Fp32Costs::kZeros : 0);
   }
 
   /// With the two numbers of blocks that should be the best: where each tile gets the same number
@@ -295,78 +306,82 @@ struct Fp32Timetable {
     return plans;
   }
 
-  /// Where the range of block number `block` begins, and that of the block before it ends.
-  __device__ Point start(int block) const {
-    const int position = block * each + min(block, rest);
-    return {whole + position / steps, position % steps};
+  bool shares_tiles() const { return each > 0; }
+
+  /// Where on the line the range of block number `block` begins, and that of the block before it
+  /// ends.
+  __device__ int start(int block) const { return block * each + min(block, rest); }
+
+  /// Which block has the step at this place of the line.
+  __device__ int block_at(int place) const {
+    const int longer = rest * (each + 1);  // steps of the blocks that have one more
+    return place < longer ? place / (each + 1) : rest + (place - longer) / each;
   }
 
   /// What block number `block` does after i other pieces. Nothing: begin = end.
   __device__ Fp32Piece piece(int block, int i) const {
     const int tile = block + i * blocks;
-    if (tile < whole) return {tile, 0, steps, block};
-    const Point from = start(block), to = start(block + 1);
-    i -= whole / blocks;
-    Fp32Piece piece{from.tile + i, i > 0 ? 0 : from.step, steps, block};
-    if (piece.tile == to.tile) piece.end = to.step;
-    if (piece.tile > to.tile) piece.end = piece.begin;
-    if (piece.begin == piece.end) return piece;
-    // Who has the steps that follow?
-    for (int end = piece.begin > 0 ? steps : piece.end; end < steps;) {
-      const Point next = start(++piece.last + 1);
-      end = next.tile == piece.tile ? next.step : steps;
-    }
-    return piece;
+    if (tile < whole) return {tile, 0, steps, block, block};
+    const int from = start(block), to = start(block + 1);
+    const int of_line = from / steps + i - whole / blocks, place = of_line * steps;
+    const int begin = max(from - place, 0), end = min(to - place, steps);
+    if (begin >= end) return {};
+    return {whole + of_line, begin, end, block_at(place), block_at(place + steps - 1)};
   }
 
   /// The first row (y) and column (x) of a tile.
   __device__ int2 place(int tile) const { return {tile % cols * Tile::BN, tile / cols * Tile::BM}; }
 };
 
-/// How sums get from one block to another. Each block has room for its sums in memory, and a flag
-/// that is 0 before and after every launch. A thread takes over the sums of the thread with the
-/// same number in the other block, 16 bytes at a time. A block may wait for another one, because
-/// the grid has only as many blocks as run at the same time.
+/// How the sums of a tile's pieces come together. A range has at most two pieces that are not whole
+/// tiles: the end of one tile, and the beginning of another. So each block has room for the sums of
+/// two in memory. A thread finds those of the thread with the same number, 16 bytes at a time.
 template <int kBlockFloats>
 struct Fp32Handover {
-  unsigned* ready;
   float* sums;
+  unsigned*
+      arrived;  ///< a count for each block, of the tile that begins there: see is_last_block()
 
-  template <int TM, int TN>
-  __device__ void give(const float (&sum)[TM][TN]) const {
-    float4* to = reinterpret_cast<float4*>(sums + size_t{kBlockFloats} * blockIdx.x) + threadIdx.x;
+  static size_t floats(int blocks) { return size_t{2 * kBlockFloats} * blocks; }
+
+  /// Returns whether the sums are now those of the whole tile: if all other pieces had come before.
+  template <int kRows, int kCols>
+  __device__ bool add_up(float (&sum)[kRows][kCols], const Fp32Piece& piece) const {
+    float4* to = room(blockIdx.x, piece.first);
 #pragma unroll
-    for (int i = 0; i < TM; ++i) {
+    for (int i = 0; i < kRows; ++i) {
 #pragma unroll
-      for (int j = 0; j < TN; j += 4, to += kFp32Threads) {
+      for (int j = 0; j < kCols; j += 4, to += kFp32Threads) {
         __stcg(to, make_float4(sum[i][j], sum[i][j + 1], sum[i][j + 2], sum[i][j + 3]));
       }
     }
-    __syncthreads();
-    if (threadIdx.x == 0) GridCount(ready[blockIdx.x]).store(1, cuda::memory_order_release);
-  }
-
-  template <int TM, int TN>
-  __device__ void add(float (&sum)[TM][TN], int block) const {
-    if (threadIdx.x == 0) {
-      const GridCount flag(ready[block]);
-      wait_for_count(flag, 1, "the other block's sums");
-      flag.store(0, cuda::memory_order_relaxed);
+    if (!is_last_block(arrived + piece.first, piece.last - piece.first + 1)) return false;
+#pragma unroll
+    for (int i = 0; i < kRows; ++i) {
+#pragma unroll
+      for (int j = 0; j < kCols; ++j) sum[i][j] = 0;
     }
-    __syncthreads();
-    const float4* from =
-        reinterpret_cast<const float4*>(sums + size_t{kBlockFloats} * block) + threadIdx.x;
+    for (int block = piece.first; block <= piece.last; ++block) {
+      const float4* from = room(block, piece.first);
 #pragma unroll
-    for (int i = 0; i < TM; ++i) {
+      for (int i = 0; i < kRows; ++i) {
 #pragma unroll
-      for (int j = 0; j < TN; j += 4, from += kFp32Threads) {
-        const float4 more = __ldcg(from);
-        sum[i][j] += more.x;
-        sum[i][j + 1] += more.y;
-        sum[i][j + 2] += more.z;
-        sum[i][j + 3] += more.w;
+        for (int j = 0; j < kCols; j += 4, from += kFp32Threads) {
+          const float4 more = __ldcg(from);
+          sum[i][j] += more.x;
+          sum[i][j + 1] += more.y;
+          sum[i][j + 2] += more.z;
+          sum[i][j + 3] += more.w;
+        }
       }
     }
+    return true;
+  }
+
+ private:
+  __device__ float4* room(int block, int first) const {
+    const int piece = 2 * block + (block == first ? 1 : 0);
+    return reinterpret_cast<float4*>(sums + size_t{kBlockFloats} * piece) + threadIdx.x;
   }
 };
 
@@ -420,8 +435,7 @@ __device__ __noinline__ void multiply_fp32_piece(float* tiles, Fp32Operands of,
                                                  Fp32Handover<Tile::BM * Tile::BN> handover,
                                                  int2 place, Fp32Piece piece) {
   const auto finish = [&](auto& sum) {
-    if (piece.begin > 0) return handover.give(sum);
-    for (int other = blockIdx.x + 1; other <= piece.last; ++other) handover.add(sum, other);
+    if (piece.first < piece.last && !handover.add_up(sum, piece)) return;
     store_fp32_sums<Tile, kAligned>(sum, of, place.y, place.x);
   };
   multiply_fp32_steps<Tile>(tiles, of, place.y, place.x, piece.begin, piece.end, [&](auto& sum) {
@@ -436,6 +450,7 @@ __global__ void __launch_bounds__(kFp32Threads, Tile::kResident)
     fp32_product(Fp32Operands of, Fp32Timetable<Tile> timetable,
                  Fp32Handover<Tile::BM * Tile::BN> handover) {
   extern __shared__ __align__(16) float fp32_tiles[];
+  wait_for_previous_kernel();  // it may have written zeros
   for (int i = 0;; ++i) {
     const Fp32Piece piece = timetable.piece(blockIdx.x, i);
     if (piece.begin == piece.end) return;
@@ -471,6 +486,37 @@ __global__ void __launch_bounds__(kThreads)
   }
 }
 
+/// What every launch needs.
+struct Fp32Launches {
+  Memory<float> A, B, C;
+  ProductShape shape;
+  int pitch;  ///< of the copy of B
+  Memory<float> copy;
+  cudaStream_t stream;
+  /// For a Fp32Handover, once there is a way that needs it: the largest of all ways' is allocated.
+  struct SharedTiles {
+    std::optional<Memory<float>> sums;
+    std::optional<Memory<unsigned>> arrived;
+  };
+  std::shared_ptr<SharedTiles> shared = std::make_shared<SharedTiles>();
+
+  template <class Tile, bool kAligned>
+  void launch(const Fp32Timetable<Tile>& plan) const {
+    constexpr bool kCopied = Tile::kAligned && !kAligned;
+    if (kCopied)
+      align_fp32_rows<kFp32Threads>
+          <<<shape.depth, kFp32Threads, 0, stream>>>(B, copy, shape.cols, pitch);
+    Fp32Handover<Tile::BM * Tile::BN> handover{};
+    if (plan.shares_tiles()) handover = {shared->sums->data(), shared->arrived->data()};
+    // Early only after the small launch that writes zeros: among the blocks of one that copies B
+    // these would find places on few multiprocessors, two or three on each.
+    const Fp32Operands of{A, kCopied ? copy.data() : B.data(), C, shape,
+                          kCopied ? pitch : shape.cols};
+    launch_clusters_on(stream, fp32_product<Tile, kAligned>, 1, plan.shares_tiles(), plan.blocks,
+                       kFp32Threads, Tile::kSharedBytes, of, plan, handover);
+  }
+};
+
 /// The ways to compute the product of A and B. Sizes are at least 1, A and B may not overlap C. No
 /// way with tiles of which C has so many that their steps cannot be counted in 31 bits, or that
 /// need more shared memory than a block of this device can have.
@@ -478,90 +524,75 @@ class Fp32Product {
  public:
   Fp32Product(const Workspace& workspace, Memory<float> A, Memory<float> B, Memory<float> C,
               ProductShape shape)
-      : A_(std::move(A)),
-        B_(std::move(B)),
-        C_(std::move(C)),
-        shape_(shape),
-        pitch_(ceil_div(shape.cols, 32) * 32),
-        flags_(workspace.alone ? workspace.zeros<unsigned>(kMostResident * multiprocessors())
-                               : workspace.any<unsigned>(1)),
-        sums_(workspace.any<float>(workspace.alone ? size_t{kMostFloats} * multiprocessors() : 1)),
-        copy_(workspace.any<float>(aligned() ? 1 : static_cast<size_t>(shape.depth) * pitch_)),
-        workspace_(workspace) {}
+      : aligned_(shape.cols % 4 == 0),
+        launches_{std::move(A),
+                  std::move(B),
+                  std::move(C),
+                  shape,
+                  ceil_div(shape.cols, 32) * 32,
+                  workspace.any<float>(
+                      aligned_ ? 1 : size_t(shape.depth) * (ceil_div(shape.cols, 32) * 32)),
+                  workspace.stream},
+        all_ways_(workspace.all_ways),
+        ways_(workspace) {
+    aligned_ ? offer_all<true>() : offer_all<false>();
+    if (floats_ == 0) return;
+    launches_.shared->sums = workspace.any<float>(floats_);
+    launches_.shared->arrived = workspace.zeros<unsigned>(blocks_);
+  }
 
-  std::vector<Way> ways() const { return aligned() ? all_ways<true>() : all_ways<false>(); }
+  std::vector<Way> ways() const { return ways_.found(); }
 
  private:
-  static constexpr int kMostResident = 3;        // blocks of a multiprocessor
-  static constexpr int kMostFloats = 128 * 256;  // of their tiles together
-
-  bool aligned() const { return shape_.cols % 4 == 0; }  // rows of B and C, to 16 bytes
-
   template <bool kAligned>
-  std::vector<Way> all_ways() const {
-    std::vector<Way> ways;
-    add<Fp32Tile<128, 256, 16, 8, 16, 3, 1, 1, true>, kAligned>(ways);
-    add<Fp32Tile<64, 128, 32, 8, 8, 4, 2, 2, true>, kAligned>(ways);
-    add<Fp32Tile<64, 64, 32, 8, 8, 3, 4, 2, true>, kAligned>(ways);
-    add<Fp32Tile<32, 32, 32, 8, 4, 6, 8, 3, kAligned>, kAligned>(ways);
-    if (!kAligned) add<Fp32Tile<64, 64, 32, 8, 8, 3, 4, 2, kAligned>, kAligned>(ways);
-    return ways;
+  void offer_all() {
+    offer<Fp32Tile<128, 256, 16, 8, 16, 3, 1, 1, true>, kAligned>();
+    offer<Fp32Tile<64, 128, 32, 8, 8, 4, 2, 2, true>, kAligned>();
+    offer<Fp32Tile<64, 64, 32, 8, 8, 3, 4, 2, true>, kAligned>();
+    offer<Fp32Tile<32, 32, 32, 8, 4, 6, 8, 3, kAligned>, kAligned>();
+    if (!kAligned) offer<Fp32Tile<64, 64, 32, 8, 8, 3, 4, 2, kAligned>, kAligned>();
   }
 
   template <class Tile, bool kAligned>
-  void add(std::vector<Way>& ways) const {
-    static_assert(Tile::kResident <= kMostResident);
-    static_assert(Tile::kResident * Tile::BM * Tile::BN <= kMostFloats);
+  void offer() {
     constexpr bool kCopied = Tile::kAligned && !kAligned;
     const auto kernel = fp32_product<Tile, kAligned>;
+    const ProductShape& shape = launches_.shape;
     allow_shared_bytes(kernel, Tile::kSharedBytes);
     if (Tile::kSharedBytes > most_shared_bytes()) return;
     const int sms = multiprocessors();
     const int capacity =
         std::min(resident_blocks(kernel, kFp32Threads, Tile::kSharedBytes), Tile::kResident * sms);
-    auto plans = Fp32Timetable<Tile>::plans(shape_, sms, capacity);
-    // Of a shared tile it is the block of the lowest number that waits. Where a launch is not alone
-    // each tile has a block, and none waits.
-    if (!workspace_.alone && !plans.empty()) {
-      const int64_t tiles = Fp32Timetable<Tile>::tiles_of(shape_);
-      plans = {Fp32Timetable<Tile>(shape_, sms, static_cast<int>(tiles))};
+    for (const auto& plan : Fp32Timetable<Tile>::plans(shape, sms, capacity)) {
+      const double microseconds =
+          plan.microseconds + (kCopied ? 1.5 + 8.0 * shape.depth * shape.cols / memory_rate() : 0);
+      const bool wanted = ways_.offer(microseconds, [&] {
+        return Way{name_of<Tile>(plan, kCopied), microseconds,
+                   [of = launches_, plan] { of.template launch<Tile, kAligned>(plan); },
+                   Tile::kSharedBytes};
+      });
+      if (!wanted) continue;
+      const size_t blocks = plan.shares_tiles() ? plan.blocks : 0;
+      const size_t floats = Fp32Handover<Tile::BM * Tile::BN>::floats(static_cast<int>(blocks));
+      blocks_ = all_ways_ ? std::max(blocks_, blocks) : blocks;
+      floats_ = all_ways_ ? std::max(floats_, floats) : floats;
     }
-    for (const auto& plan : plans) {
-      const double copy = kNextLaunch + 8.0 * shape_.depth * shape_.cols / kMemoryBytes;
-      ways.push_back({name_of<Tile>(plan, kCopied), plan.microseconds + (kCopied ? copy : 0),
-                      [self = *this, plan] { self.launch<Tile, kAligned, kCopied>(plan); },
-                      Tile::kSharedBytes});
-    }
-  }
-
-  template <class Tile, bool kAligned, bool kCopied>
-  void launch(const Fp32Timetable<Tile>& plan) const {
-    if (kCopied)
-      align_fp32_rows<kFp32Threads>
-          <<<shape_.depth, kFp32Threads, 0, workspace_.stream>>>(B_, copy_, shape_.cols, pitch_);
-    fp32_product<Tile, kAligned>
-        <<<plan.blocks, kFp32Threads, Tile::kSharedBytes, workspace_.stream>>>(
-            Fp32Operands{A_, kCopied ? copy_.data() : B_.data(), C_, shape_,
-                         kCopied ? pitch_ : shape_.cols},
-            plan, Fp32Handover<Tile::BM * Tile::BN>{flags_, sums_});
   }
 
   /// "tile 64 x 128; slices: 2; blocks: 264; tiles shared; B copied"
   template <class Tile>
-  std::string name_of(const Fp32Timetable<Tile>& plan, bool copied) const {
-    const bool shared = plan.whole < Fp32Timetable<Tile>::tiles_of(shape_);
+  static std::string name_of(const Fp32Timetable<Tile>& plan, bool copied) {
     return "tile " + std::to_string(Tile::BM) + " x " + std::to_string(Tile::BN) +
            "; slices: " + std::to_string(Tile::kSlices) +
-           "; blocks: " + std::to_string(plan.blocks) + (shared ? "; tiles shared" : "") +
-           (copied ? "; B copied" : "");
+           "; blocks: " + std::to_string(plan.blocks) +
+           (plan.shares_tiles() ? "; tiles shared" : "") + (copied ? "; B copied" : "");
   }
 
-  Memory<float> A_, B_, C_;
-  ProductShape shape_;
-  int pitch_;  // of the copy of B
-  Memory<unsigned> flags_;
-  Memory<float> sums_, copy_;
-  Workspace workspace_;
+  bool aligned_;  // rows of B and C, to 16 bytes
+  Fp32Launches launches_;
+  bool all_ways_;
+  size_t blocks_ = 0, floats_ = 0;  // of tiles that are shared
+  Ways ways_;
 };
 
 }  // namespace operators::product

@@ -28,22 +28,30 @@ struct RowCopy {
   T* to;
   int rows, cols, stride;
 };
+inline constexpr int kCopyThreads = 256;
 template <typename T, int kCount>
 struct RowCopies {
   RowCopy<T> of[kCount];
 
-  /// Of a launch: a block has threads for whole rows, if these are not too long.
-  dim3 threads() const {
-    int stride = 8;
-    for (const RowCopy<T>& copy : of) stride = std::max(stride, copy.stride);
-    const int across = std::min(stride / 8, 256);
-    return dim3(across, 256 / across);
-  }
+  /// Of a launch: enough for the copy with the most units.
   dim3 blocks() const {
-    int rows = 0;
-    for (const RowCopy<T>& copy : of) rows = std::max(rows, copy.rows);
-    return dim3(std::min(8192u, blocks_for(rows, threads().y)), kCount);
+    int units = 0;
+    for (const RowCopy<T>& copy : of) units = std::max(units, CopyUnits(copy).count);
+    return dim3(std::min(8192, units), kCount);
   }
+
+  /// What a block copies at a time: a part of a long row, or several short ones. A thread has 8
+  /// elements of it.
+  struct CopyUnits {
+    int across, rows, parts, count;  ///< threads beside each other; rows of a unit, parts of a row
+    __host__ __device__ explicit CopyUnits(const RowCopy<T>& copy)
+        : across(copy.stride < 8                  ? 1
+                 : copy.stride < 8 * kCopyThreads ? copy.stride / 8
+                                                  : kCopyThreads),
+          rows(kCopyThreads / across),
+          parts(ceil_div(copy.stride / 8, across)),
+          count(ceil_div(copy.rows, rows) * parts) {}
+  };
 };
 
 /// 8 neighbours, kWidth of them a load, of which `left` exist; zeros for the others.
@@ -58,31 +66,34 @@ __device__ void load_eight(T (&eight)[8], const T* from, int left) {
   }
 }
 
-/// Copies rows of matrices, blockIdx.y being which. Thread (x, y) copies 8 elements at a time of
-/// the block's row y. What is beyond `cols` becomes 0. To be launched as usual, not early: it does
-/// not wait for the kernel before it.
+/// Copies rows of matrices, blockIdx.y being which. What is beyond `cols` becomes 0. To be launched
+/// as usual, not early: it does not wait for the kernel before it.
 template <typename T, int kCount>
-__global__ void align_rows(const __grid_constant__ RowCopies<T, kCount> copies) {
+__global__ void __launch_bounds__(kCopyThreads)
+    align_rows(const __grid_constant__ RowCopies<T, kCount> copies) {
   constexpr int kAccess = 16 / sizeof(T);
   start_next_kernel();
   const RowCopy<T>& copy = copies.of[blockIdx.y];
-  for (int row = blockIdx.x * blockDim.y + threadIdx.y; row < copy.rows;
-       row += gridDim.x * blockDim.y) {
+  const typename RowCopies<T, kCount>::CopyUnits units(copy);
+  const int x = threadIdx.x % units.across, y = threadIdx.x / units.across;
+  if (y >= units.rows) return;
+  for (int unit = blockIdx.x; unit < units.count; unit += gridDim.x) {
+    const int row = unit / units.parts * units.rows + y;
+    const int col = 8 * (unit % units.parts * units.across + x);
+    if (row >= copy.rows || col >= copy.stride) continue;
     const T* from = copy.from + static_cast<size_t>(row) * copy.cols;
     T* to = copy.to + static_cast<size_t>(row) * copy.stride;
-    for (int col = 8 * threadIdx.x; col < copy.stride; col += 8 * blockDim.x) {
-      alignas(16) T eight[8];
-      if (copy.cols % 4 == 0) {
-        load_eight<4>(eight, from + col, copy.cols - col);
-      } else if (copy.cols % 2 == 0) {
-        load_eight<2>(eight, from + col, copy.cols - col);
-      } else {
-        load_eight<1>(eight, from + col, copy.cols - col);
-      }
+    alignas(16) T eight[8];
+    if (copy.cols % 4 == 0) {
+      load_eight<4>(eight, from + col, copy.cols - col);
+    } else if (copy.cols % 2 == 0) {
+      load_eight<2>(eight, from + col, copy.cols - col);
+    } else {
+      load_eight<1>(eight, from + col, copy.cols - col);
+    }
 #pragma unroll
-      for (int i = 0; i < 8; i += kAccess) {
-        *reinterpret_cast<uint4*>(to + col + i) = *reinterpret_cast<const uint4*>(eight + i);
-      }
+    for (int i = 0; i < 8; i += kAccess) {
+      *reinterpret_cast<uint4*>(to + col + i) = *reinterpret_cast<const uint4*>(eight + i);
     }
   }
 }
@@ -188,10 +199,13 @@ void launch_product(const Work& work, const AlignedRows<T>& A, const AlignedRows
   constexpr size_t kBytes = sizeof(typename Work::Shared);
   if (A.copied || B.copied) {
     const RowCopies<T, 2> copies{A.job(), B.job()};
-    align_rows<T, 2><<<copies.blocks(), copies.threads(), 0, stream>>>(copies);
+    align_rows<T, 2><<<copies.blocks(), kCopyThreads, 0, stream>>>(copies);
   }
   allow_shared_bytes(product<Work>, kBytes);
-  product<Work><<<work.schedule.clusters * Tile::kBlocks, Tile::kThreads, kBytes, stream>>>(work);
+  bool early = A.copied || B.copied;
+  if constexpr (requires { work.slices; }) early = early || work.slices > 1;  // after zeros
+  launch_clusters_on(stream, product<Work>, 1, early, work.schedule.clusters * Tile::kBlocks,
+                     Tile::kThreads, kBytes, work);
 }
 
 /// How a product is computed with some tiles, and how long that should take.

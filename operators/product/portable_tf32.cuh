@@ -96,36 +96,39 @@ struct PortableTf32 {
     });
   }
 
-  /// At half of wgmma's rate. Warps beside each other read the same rows of a tile of A, and those
-  /// below each other the same columns of B. Where a multiprocessor has one block, nobody works
-  /// while that waits for the next step's data: 0.7 us a step.
+  /// Fitted to 2,800 shapes drawn at random, on an H200. With two stages a block waits for a step's
+  /// data, while others of its multiprocessor work. A copy of less than 16 bytes a thread takes as
+  /// long as one of 16.
   template <class Tile>
   double microseconds_of(int64_t tiles) const {
-    const double sms = multiprocessors(), products = kMath == Math::split ? 3 : 1;
+    constexpr double kMultiplyAdds = 230, kWait = 1100, kAtOnce = Tile::BM > 64 ? 1 : 4;
+    constexpr double kProducts = kMath == Math::split ? 3 : 1;
+    const double sms = multiprocessors(), rounds = std::ceil(static_cast<double>(tiles) / sms);
+    const auto narrow = [](int64_t stride, int64_t cols, double floats, double of_warp) {
+      const int bytes = row_bytes(stride, cols);
+      return bytes == 16 ? 0 : floats / (bytes / 4 * 32) * of_warp;
+    };
+    const double busy = kProducts * Tile::BM * Tile::BN * Tile::BK / kMultiplyAdds +
+                        narrow(A.stride, shape.depth, Tile::BM * Tile::BK, 6) +
+                        narrow(B.stride, shape.cols, Tile::BN * Tile::BK, 9);
+    const double waits = std::ceil(static_cast<double>(tiles) / (sms * kAtOnce));
+    const double steps = std::ceil(1.0 * shape.depth / Tile::BK);
+    const double all =
+        steps * std::max(rounds * busy, waits * (busy + (Tile::kStages < 3 ? kWait : 0))) +
+        rounds * Tile::BM * Tile::BN / 4;
     const double bytes = 4.0 * (1.0 * shape.rows * shape.depth + 1.0 * shape.depth * shape.cols +
                                 1.0 * shape.rows * shape.cols);
-    const double steps = std::ceil(shape.depth / 32.0);
-    return product_microseconds(
-        {.rounds = std::ceil(static_cast<double>(tiles) / sms),
-         .steps = steps,
-         .rows = 2 * products * Tile::BM,
-         .cols = Tile::BN,
-         .shared_lines = 1.0 * Tile::BM * (1 + Tile::kWarpsN) + Tile::BN * (1 + Tile::kWarpsM),
-         .fetched_lines = fetched_for_a_line(4 * A.stride) * Tile::BM +
-                          fetched_for_a_line(4 * B.stride) * Tile::BN,
-         .blocks = std::min(static_cast<double>(tiles), sms),
-         .multiprocessors = sms,
-         .memory_bytes = bytes + displaced_bytes(bytes, false),
-         .more = static_cast<double>(tiles) > sms ? 0 : 0.7 * steps});
+    return kFirstLaunch + std::max(all / cycles(), bytes / memory_rate());
+  }
+
+  // A copy begins in a row and ends there.
+  static int row_bytes(int64_t stride, int64_t cols) {
+    const int64_t both = 4 * (stride | cols);
+    return static_cast<int>(std::min<int64_t>(16, both & -both));
   }
 
   template <class Tile>
   void launch(int64_t tiles) const {
-    // A copy begins in a row and ends there.
-    const auto row_bytes = [](int64_t stride, int64_t cols) {
-      const int64_t both = 4 * (stride | cols);
-      return static_cast<int>(std::min<int64_t>(16, both & -both));
-    };
     const StridedFactors factors{
         {A.data, B.data, shape.rows, shape.depth, shape.cols, row_bytes(A.stride, shape.depth),
          row_bytes(B.stride, shape.cols)},

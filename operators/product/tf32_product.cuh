@@ -310,7 +310,7 @@ class Tf32Product {
          .blocks = 1.0 * clusters * Tile::kBlocks,
          .multiprocessors = 1.0 * multiprocessors(),
          .memory_bytes = 4 * elements + displaced_bytes(4 * elements, kIsOneRow<Tile>),
-         .more = copied > 0 ? kNextLaunch + 8 * copied / kMemoryBytes : 0});
+         .more = copied > 0 ? kNextLaunch + 8 * copied / memory_rate() : 0});
   }
 
   template <class Tile>

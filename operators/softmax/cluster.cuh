@@ -171,7 +171,7 @@ Plan plan_cluster(const Layer& layer) {
   const int at_once = clusters_that_fit(kernel, kSplits, kThreads, kBytes);
   if (at_once == 0) return {};
   const double microseconds =
-      cluster_microseconds(layer, kSplits, kRows, kClasses, kDepth, at_once);
+      cluster_microseconds(layer, kMath == Math::split, kSplits, kRows, kClasses, kDepth, at_once);
   const auto make = [=](const Layer& in) {
     const int tiles = static_cast<int>(blocks_for(in.C, kClasses));
     const auto launch = [=](Results results, int = 1) {

@@ -10,6 +10,7 @@
 #include <utility>
 #include <vector>
 
+#include "operators/estimate.h"
 #include "operators/operands.h"
 #include "operators/softmax/rows.cuh"
 #include "primitives/early_launch.cuh"
@@ -55,6 +56,8 @@ struct Layer {
     return static_cast<int>(
         std::clamp<int64_t>(std::min<int64_t>(fit, D / least), 1, slices_at_most));
   }
+  /// How long a softmax takes that follows a product: it reads the logits, and writes as much.
+  double softmax_microseconds() const { return kNextLaunch + 8 * shape.logits() / memory_rate(); }
 };
 
 // The plans of a kind are sorted by an estimate. The first kMostPlans of them are tried, but none

@@ -17,7 +17,9 @@ namespace operators::softmax {
 using namespace primitives;
 
 /// How long a launch takes that copies rows of so many columns.
-inline double copy_microseconds(int rows, int cols) { return 1 + 8.0 * rows * cols / kMemoryBytes; }
+inline double copy_microseconds(int rows, int cols) {
+  return 1 + 8.0 * rows * cols / memory_rate();
+}
 
 /// How long *cluster* should take. Its clusters of `splits` blocks have tiles of `rows` x
 /// `classes`, and take `depth` inputs at a time; `at_once` of them run at a time. Nothing hides the
@@ -27,8 +29,11 @@ inline double copy_microseconds(int rows, int cols) { return 1 + 8.0 * rows * co
 /// The smallest layers took 2 us to 2.8 us in all on an H100. That is less than kFirstLaunch, since
 /// all threads load at once. 2.7 us lies between, chosen so that the recorded rows remain those
 /// tried.
-inline double cluster_microseconds(const Layer& layer, int splits, int rows, int classes, int depth,
-                                   int64_t at_once) {
+///
+/// In 3xTF32 a chunk takes 2.65 times as long: the median of 1,500 shapes drawn at random, on an
+/// H200. (There *exchange* takes 1.6 times as long as three products count for.)
+inline double cluster_microseconds(const Layer& layer, bool split, int splits, int rows,
+                                   int classes, int depth, int64_t at_once) {
   const int64_t tiles = blocks_for(layer.C, classes), clusters = tiles * blocks_for(layer.B, rows);
   const double chunks = blocks_for(clusters, at_once) * blocks_for(layer.D, splits * depth);
   const Cost chunk = {.rows = 1.0 * rows,
@@ -37,8 +42,8 @@ inline double cluster_microseconds(const Layer& layer, int splits, int rows, int
                       .fetched_lines = depth / 32.0 * (std::min(rows, layer.B) + classes),
                       .blocks = 1.0 * std::min(clusters, at_once) * splits,
                       .multiprocessors = 1.0 * layer.sms};
-  return 2.7 + chunks * (0.35 + step_microseconds(chunk)) +
-         (tiles > 1 ? kNextLaunch + 8 * layer.shape.logits() / kMemoryBytes : 0) +
+  return 2.7 + chunks * (split ? 2.65 : 1) * (0.35 + step_microseconds(chunk)) +
+         (tiles > 1 ? layer.softmax_microseconds() : 0) +
          (layer.x_stride % 4 != 0 ? copy_microseconds(layer.B, layer.D) : 0);
 }
 
@@ -69,18 +74,19 @@ struct ExchangeTime {
     const int rows = std::min(kRows, ((layer.B - 1) >> shift) + 1);
     const double of_x = shift > 0 ? kFetchedOffSectors : fetched_for_a_line(4 * layer.D);
     const double of_W = Tile::kAligned ? fetched_for_a_line(4 * layer.C) : kFetchedOffSectors;
-    return copies +
-           operators::microseconds({.rounds = rounds,
-                                    .steps = std::ceil(std::ceil(layer.D / 32.0) / slices),
-                                    .rows = kRows * (Tile::kHighLow ? 3.0 : 1.0),
-                                    .cols = kColumns,
-                                    .shared_lines = kRows + 2.0 * kColumns + kColumns / 64 * kRows,
-                                    .fetched_lines = of_x * rows / Tile::kPeers + of_W * kColumns,
-                                    .blocks = blocks,
-                                    .multiprocessors = 1.0 * layer.sms,
-                                    .memory_bytes = 4.0 * layer.D * (1.0 * layer.B + layer.C) +
-                                                    4.0 * logits * layer.shape.logits(),
-                                    .more = more});
+    return copies + (Tile::kHighLow ? 1.6 : 1) *
+                        operators::microseconds(
+                            {.rounds = rounds,
+                             .steps = std::ceil(std::ceil(layer.D / 32.0) / slices),
+                             .rows = kRows * (Tile::kHighLow ? 3.0 : 1.0),
+                             .cols = kColumns,
+                             .shared_lines = kRows + 2.0 * kColumns + kColumns / 64 * kRows,
+                             .fetched_lines = of_x * rows / Tile::kPeers + of_W * kColumns,
+                             .blocks = blocks,
+                             .multiprocessors = 1.0 * layer.sms,
+                             .memory_bytes = 4.0 * layer.D * (1.0 * layer.B + layer.C) +
+                                             4.0 * logits * layer.shape.logits(),
+                             .more = more});
   }
 
   /// A row's blocks wait for one another, some 3 us.
@@ -93,13 +99,13 @@ struct ExchangeTime {
   /// The time of two launches. The second one, the softmax, reads the logits of all slices.
   double two_kernels(int slices) const {
     const double units = 1.0 * strips * tiles * slices, rounds = std::ceil(units / all);
-    const double moved = 4 * (slices + 1) * layer.shape.logits() / kMemoryBytes;
+    const double moved = 4 * (slices + 1) * layer.shape.logits() / memory_rate();
     return time(rounds, units / rounds, slices, 0, kNextLaunch + moved);
   }
 
   /// The logits alone. With slices, the launch that adds them up takes as long as a softmax would.
   double of_logits(int slices) const {
-    const double softmax = kNextLaunch + 8 * layer.shape.logits() / kMemoryBytes;
+    const double softmax = layer.softmax_microseconds();
     return two_kernels(slices) - (slices == 1 ? softmax : 0);
   }
 

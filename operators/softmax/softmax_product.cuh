@@ -78,9 +78,8 @@ class SoftmaxProduct {
                                 : kinds<Math::split>();
   }
 
-  /// The ways of several kinds in one list. The estimate ranks the ways of one kind, but it is not
-  /// good enough to compare two kinds, and some kinds have none. So the first way of each kind
-  /// counts as if all of these took the same time, and then all kinds are tried.
+  /// The ways of several kinds in one list. Where there is no estimate of a kind, it counts as if it
+  /// took as long as the best of the others, so that it is tried.
   Ways together(std::vector<Kind> kinds) const {
     std::erase_if(kinds, [](const Kind& kind) { return !runs(kind.capability); });
     const auto all = [&](auto list) {
@@ -93,7 +92,7 @@ class SoftmaxProduct {
       for (const Kind& kind : kinds) {
         const double best = least(kind.*list);
         for (Way way : kind.*list) {
-          way.microseconds = std::isfinite(best) ? way.microseconds / best * first : first;
+          if (!std::isfinite(best)) way.microseconds = first;
           way.name = kind.name + (way.name.empty() ? "" : ": ") + way.name;
           ways.push_back(way);
         }

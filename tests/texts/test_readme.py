@@ -381,6 +381,20 @@ def test_python_marker(update_readme):
     assert "| gated layer | 300.0 us | 150.0 us | 100.0 us | 3.00x | 1.50x |\n" in page
 
 
+def test_choice_marker(update_readme):
+    """A function beside which there is no library has cells without a number."""
+    folder = update_readme.ROOT / "results" / "gpu" / "python"
+    folder.mkdir()
+    own = {"shapes": 200, "geometric_mean": 1.0123, "above_1.1": 0.025, "worst": 1.333}
+    beside = {"library_shapes": 150, "library_geometric_mean": 1.5, "library_below_0.95": 0.1, "library_worst": 0.8}
+    (folder / "choice.json").write_text(json.dumps({
+        "device": {"name": "A GPU"}, "pytorch": "2.11", "functions": {"gated layer": own, "product": own | beside}}))
+    page = update_readme.MARKER.sub(update_readme.render, "<!-- choice gpu/python/choice --><!-- end -->")
+    assert "A GPU, PyTorch 2.11.\n" in page
+    assert "| gated layer | 200 | 1.012 | 2.5% | 1.33 |  |  |  |\n" in page
+    assert "| product | 200 | 1.012 | 2.5% | 1.33 | 1.50 | 10% | 0.80 |\n" in page
+
+
 @pytest.mark.parametrize("page", PAGES)
 def test_markers_leave_the_page_as_it_is(page):
     """To Markdown a line that starts with a comment is HTML, and interrupts a paragraph; and a | in a

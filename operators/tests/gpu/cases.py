@@ -26,9 +26,10 @@ def numbers(*shape, dtype, seed=0, scale=1.0):
     return (torch.randint(-8, 9, shape, generator=generator, device="cuda") * (scale / 8)).to(dtype)
 
 
-def write_record(path, problems):
-    """What results/update_readme.py reads: problems, each {"name": ..., "kernels": [{"name": ..., "ms": ...}]}."""
-    record = {"device": {"name": torch.cuda.get_device_name()}, "pytorch": torch.__version__, "problems": problems}
+def write_record(path, measured, key="problems"):
+    """What results/update_readme.py reads: problems, each {"name": ..., "kernels": [{"name": ..., "ms": ...}]}; or,
+    of choice.py, functions."""
+    record = {"device": {"name": torch.cuda.get_device_name()}, "pytorch": torch.__version__, key: measured}
     pathlib.Path(path).write_text(json.dumps(record, indent=2) + "\n")
 
 

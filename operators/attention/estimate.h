@@ -1,0 +1,46 @@
+// How long attention should take with each tile. The costs were fitted to 1,400 shapes drawn at
+// random, each computed in all ways, on an H200.
+#pragma once
+
+#include "operators/estimate.h"
+
+namespace operators::attention {
+
+/// What a tile of so many rows and keys costs a multiprocessor, in cycles: a step, which is a tile
+/// of keys, and a piece of work beside its steps.
+struct TileCost {
+  int rows, keys, width;
+  int by_wgmma;  ///< blocks of a multiprocessor; 0: the tile is multiplied by mma.sync
+  double step, piece;
+  int blocks = by_wgmma;  ///< of a multiprocessor
+};
+
+inline constexpr TileCost kTileCosts[] = {
+    {192, 128, 64, 1, 2130, 4840},    {192, 64, 64, 1, 1125, 4270},
+    {128, 128, 64, 1, 1600, 4450},    {64, 128, 64, 1, 1020, 3800},
+    {64, 128, 64, 2, 1310, 4060},     {128, 128, 128, 1, 2150, 4540},
+    {128, 64, 128, 1, 1160, 4030},    {64, 128, 128, 1, 1690, 3600},
+    {64, 64, 128, 2, 1490, 3670},     {128, 64, 256, 1, 2300, 4290},
+    {64, 64, 256, 1, 1590, 3380},     {128, 64, 64, 0, 3670, 3580, 2},
+    {128, 64, 128, 0, 2950, 3890, 1}, {64, 32, 256, 0, 1850, 1700, 1},
+};
+
+/// Those of the tile; of the one with the same width that is most like it, if it is not there.
+constexpr const TileCost& cost_of(int rows, int keys, int width, int by_wgmma) {
+  const TileCost* like = kTileCosts;
+  for (const TileCost& each : kTileCosts) {
+    if (each.width != width || each.by_wgmma != by_wgmma) continue;
+    like = &each;
+    if (each.rows == rows && each.keys == keys) break;
+  }
+  return *like;
+}
+
+inline constexpr double kFirstPiece = 4.25;     ///< microseconds: the first loads, the last stores
+inline constexpr double kMaskCycles = 700;      ///< of a piece that the causal mask cuts
+inline constexpr double kUnevenEnd = 0.58;      ///< of the longest piece: until the last block ends
+inline constexpr double kMemoryOfOne = 0.0103;  ///< of the memory's rate, for one multiprocessor
+inline constexpr double kMerge = 2, kMergePart = 0.02;  ///< microseconds; of each part
+inline constexpr double kMergeTraffic = 1.8;  ///< that partial results are written and read
+
+}  // namespace operators::attention
