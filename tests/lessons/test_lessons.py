@@ -263,7 +263,8 @@ def test_softmax_of_more_tiles_than_run_at_a_time(run):
 
 
 @pytest.mark.parametrize("shape", [(9, 33, 10), (18, 300, 16), (33, 5, 101), (6, 4, 300), (70, 36, 300),
-                                   (5, 132, 40), pytest.param((8, 72, 4200), marks=pytest.mark.extensive)],
+                                   (5, 132, 40), (18, 36, 700),
+                                   pytest.param((8, 72, 4200), marks=pytest.mark.extensive)],
                          ids=str)
 def test_softmax_of_hard_rows(run, backend, shape):
     arguments = softmax_arguments(shape, "--hard-rows", "--all")
