@@ -705,7 +705,7 @@ int main(int argc, char** argv) {
                  .title = "C = A B from shared memory and registers, in true fp32",
                  .n_meaning = "the matrices are N x N",
                  .n_gpu = 4096,
-                 .n_cpu = 256});
+                 .n_cpu = 204});
   const int64_t n = lesson.n();
 
   Cublas blas;

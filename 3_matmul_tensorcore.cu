@@ -1448,7 +1448,7 @@ int main(int argc, char** argv) {
                  .title = "C = A B by tensor cores: fp16, accumulated in fp32",
                  .n_meaning = "the matrices are N x N",
                  .n_gpu = 4096,
-                 .n_cpu = 256});
+                 .n_cpu = 264});
   const int64_t n = lesson.n();
 
   Cublas blas;

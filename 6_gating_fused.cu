@@ -692,11 +692,11 @@ int main(int argc, char** argv) {
                  .title = "sigmoid(x W1 + b1) * (x W2 + b2) in one kernel",
                  .n_meaning = "M = 1024 N rows for the layer, N x N x N for the square",
                  .n_gpu = 4096,
-                 .n_cpu = 128,
+                 .n_cpu = 136,
                  .options = {{.name = "--channels",
                               .meaning = "K, columns of x in the layer",
                               .value = 128,
-                              .cpu = 64},
+                              .cpu = 80},
                              {"--hidden", "H, columns of the layer's result", 64}},
                  .flags = {{"--hard-gates", "gates up to 200, of which exp() is infinite"}}});
   const int64_t n = lesson.n();

@@ -95,7 +95,7 @@ int main(int argc, char** argv) {
                  .title = "C = A B with A kept in place and C summed up in memory",
                  .n_meaning = "the matrices are N x N",
                  .n_gpu = 4096,
-                 .n_cpu = 128});
+                 .n_cpu = 260});
   const int64_t n = lesson.n();
 
   Cublas blas;

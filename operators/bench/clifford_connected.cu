@@ -80,7 +80,7 @@ int main(int argc, char** argv) {
        .n_gpu = 4096,
        .n_cpu = 8,
        .options = {{.name = "--features",
-                    .meaning = "multivectors per batch element (CPU: 48)",
+                    .meaning = "multivectors per batch element (CPU: 68)",
                     .value = 512,
                     .sweep = {.gpu = {128, 1024}, .cpu = {8, 64}}}},
        .choices = {{"--algebra",

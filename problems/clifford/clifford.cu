@@ -588,7 +588,7 @@ void CliffordReference::turn(double* x) const { turn_any(x); }
 // ---- The tables ---------------------------------------------------------------------------------
 
 namespace {
-constexpr int kConnectedFeaturesCpu = 48;  // of the fully connected product, unless given
+constexpr int kConnectedFeaturesCpu = 68;  // of the fully connected product, unless given
 // Problems of so few multivectors take microseconds, at which the launch is part of the time.
 constexpr size_t kSmall = 1 << 18;
 }  // namespace

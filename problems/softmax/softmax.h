@@ -121,10 +121,12 @@ double cross_entropy_scratch(const SoftmaxShape& shape);
 ///                  0 or 1, and a sum without the last class is 0
 ///   row % 4 == 1   2000 to 2007: exp() would overflow without the maximum
 ///   row % 4 == 2   all equal
-/// and in every row every third class but the last has the logit -inf. To that end W has special
-/// rows, 0 for the first, 1 for the second and 2 for -inf, and x picks them; where it does not pick
-/// row 0 or 1 it is zero there. (It always picks row 2: 0 * -inf would be NaN.)
-inline constexpr int kSpecialInputs = 3;
+/// and in every row every third class but the last has the logit -inf. With more than 512 classes
+/// so have all of the first 256, of the third 256, and so on, but the last class: kernels that know
+/// a row in parts have parts of only -inf then, beside others. To that end W has special rows, 0
+/// for the first, 1 for the second and 2 for -inf, and x picks them; where it does not pick row 0
+/// or 1 it is zero there. (It always picks row 2: 0 * -inf would be NaN.)
+inline constexpr int kSpecialInputs = 3, kEmptyPart = 256;
 void make_hard(float* x, float* W, const SoftmaxShape& shape);
 
 /// Every other row of logits becomes -inf: x has -inf at its end, where the next row begins, and

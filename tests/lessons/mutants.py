@@ -121,6 +121,7 @@ CLIFFORD = "10_clifford_gp"
 STATIONARY = "bonus_matmul_A_stationary"
 CONNECTED = "bonus_clifford_fully_connected"
 ATTENTION = "bonus_attention"
+GPUS = "bonus_diffusion_gpus"
 MEMORY = "bonus_memory"
 PRODUCT, OF_SOFTMAX, OF_ATTENTION = "operators_product", "operators_softmax", "operators_attention"
 OF_CLIFFORD = "operators_clifford"
@@ -470,6 +471,126 @@ MUTANTS = [
         6, "slope_of_a_difference", SPATIAL, "float tanh_slope(",
         "inverse * (four_e * inverse)", "1 - tanhf(u) * tanhf(u)",
         "associated .*FAILED", "100", "--eigen", "48", "--width", "64", "--steep", "--kernel", "associated",
+    ),
+    # At the sizes that lessons take on the CPU: what is right as long as a loop runs once or twice, as long as a ring
+    # of stages has not come around, or where the last step is a whole one.
+    _wrong(
+        1, "sum_begins_again_in_each_step", MATMUL, "void matmul_tile(",
+        "sum += a_tile[y][k] * b_tile[k][x];", "sum = (k > 0 ? sum : 0) + a_tile[y][k] * b_tile[k][x];",
+        "tile .*FAILED", "--kernel", "^tile$",
+    ),
+    _wrong(
+        2, "end_of_k_left_out", MATMUL, "matmul_registers(",
+        "k0 < n", "k0 + BK <= n",
+        "registers .*FAILED", "--kernel", "^registers$",
+    ),
+    _wrong(
+        3, "third_step_left_out", MATMUL, "matmul_async(",
+        "start_copies(step + kStages - 1);", "start_copies(step + kStages);",
+        "2 of 2 kernels FAILED", "--kernel", "^(async|large tiles)$",
+    ),
+    _wrong(
+        4, "columns_of_A_that_stay_the_same", MATMUL, "matmul_lean(",
+        "a_from += BK;", "static_cast<void>(0);",
+        "lean .*FAILED", "--kernel", "^lean$",
+    ),
+    _wrong(
+        1, "stage_read_before_it_has_come", TENSOR_CORES, "int next() {",
+        "copy_async_wait<kStages - 2>();", "copy_async_wait<kStages - 1>();",
+        "stages .*FAILED", "--kernel", "^stages$",
+    ),
+    _wrong(
+        2, "stage_filled_once", TENSOR_CORES, "matmul_mma(",
+        "copies.start(writing, offsets);", "step == 0 ? copies.start(writing, offsets) : static_cast<void>(0);",
+        "double buffering .*FAILED", "--kernel", "^double buffering$",
+    ),
+    *(
+        _wrong_on_hopper(
+            which, f"{function}_begins_again_with_the_ring", TENSOR_CORES, f"{function}(const __grid_constant__",
+            "step > 0", "step % kStages > 0",
+            f"{row} .*FAILED", "--kernel", f"^{row}$",
+        )
+        for which, (function, row) in enumerate(
+            [("matmul_wgmma", "one warpgroup"), ("matmul_specialized", "warp specialization")], start=3)
+    ),
+    _wrong(
+        1, "weights_of_the_first_slices_again", FUSED, "gating_tensor_cores(",
+        "Tiles::load_weights(W_tiles, in, k0, col0);", "Tiles::load_weights(W_tiles, in, k0 % 128, col0);",
+        "1 of 2 kernels FAILED", "--kernel", "^tensor cores$",
+    ),
+    _wrong(
+        2, "weights_of_the_stage_before", FUSED, "gating_async(",
+        "Tiles::load_weights(x_tile + Tiles::kTileX, in, step * Tiles::BK, col0);",
+        "Tiles::load_weights(x_tile + Tiles::kTileX, in, step % kStages * Tiles::BK, col0);",
+        "1 of 2 kernels FAILED", "--kernel", "^async tiles$",
+    ),
+    _wrong(
+        5, "vertices_of_the_first_stages_again", DIFFUSION, " project_slices(",
+        "(first + step)", "(first + step % kStages)",
+        "2 of 2 kernels FAILED", "--kernel", "^split-K$",
+    ),
+    *(
+        _wrong_on_hopper(
+            which, f"{name}_begins_again_with_the_ring", DIFFUSION, function,
+            "t > 0", f"t % {stages} > 0",
+            f"{row} .*FAILED", "--kernel", f"^{row}$",
+        )
+        for which, (name, function, stages, row) in enumerate(
+            [("one_launch", "diffusion_one_launch(", "kStages", "one launch"),
+             ("clusters", "void project(", "kClusterStages", "clusters")], start=6)
+    ),
+    _wrong_on_hopper(
+        1, "sum_begins_again_with_the_ring", GPUS, "void project(",
+        "t > 0", "t % Work::kStages > 0",
+        "4 of 4 kernels FAILED", "--width", "72", "--patience", "20000",
+    ),
+    _wrong(
+        7, "one_kernel_with_two_boxes_of_columns", SPATIAL, "void __launch_bounds__(kThreads) gradient_features(",
+        "xi_rows + box * kTile", "xi_rows + box % 2 * kTile",
+        "one kernel .*FAILED", "--kernel", "^one kernel$",
+    ),
+    _wrong(
+        8, "right_factors_of_the_first_box_again", SPATIAL, "accumulate_backward(Operands",
+        "right_tiles + 3 * box * kBox * BN", "right_tiles",
+        "associated .*FAILED", "--kernel", "^associated$",
+    ),
+    _wrong_on_hopper(
+        9, "M1_of_the_first_step_again", SPATIAL, "void multiply_tile(",
+        "right[step].M1", "right[0].M1",
+        "2 of 3 kernels FAILED", "--kernel", "^(warp specialization|cluster)$",
+    ),
+    _wrong(
+        1, "sums_that_take_the_place_of_others", STATIONARY, "matmul_tile_stationary(",
+        "atomicAdd(&C[static_cast<size_t>(row) * n + col], sum[i][j]);",
+        "C[static_cast<size_t>(row) * n + col] = sum[i][j];",
+        "tile stationary .*FAILED", "--kernel", "^tile stationary$",
+    ),
+    _wrong(
+        2, "last_columns_left_out", STATIONARY, "matmul_tile_stationary(",
+        "col0 < n", "col0 + kCols <= n",
+        "tile stationary .*FAILED", "--kernel", "^tile stationary$",
+    ),
+    _wrong(
+        1, "last_features_left_out", CONNECTED, "void forward_tile(",
+        "k < layer.features", "k + 8 <= layer.features",
+        "2 of 2 kernels FAILED", "--kernel", "^planes in tiles$",
+    ),
+    _wrong(
+        2, "second_step_again", CONNECTED, "void plane_gradients(",
+        "fetch(step + 1);", "fetch(1);",
+        "1 of 2 kernels FAILED", "--kernel", "^planes in tiles$",
+    ),
+    _wrong(
+        3, "last_rows_left_out", CONNECTED, "void weight_gradient_tile(",
+        "n < end", "n + kWeightDepth <= end",
+        "1 of 2 kernels FAILED", "--kernel", "^planes in tiles$",
+    ),
+    # A part of a row that has only -infinity, beside others that have finite numbers.
+    _wrong(
+        1, "infinity_minus_infinity", SOFTMAX, "MaxSum exponentials(",
+        "base_of(largest)", "largest",
+        "online tiles .*FAILED", "18", "--inputs", "36", "--classes", "700", "--hard-rows", "--kernel",
+        "^online tiles$",
     ),
     # Attention at the sizes that it takes on the CPU, but for the width: what the tiles of keys so far have left is
     # not scaled to a larger maximum. (A width of 64, since these programs have no other.)

@@ -4,7 +4,8 @@ import json
 import random
 import re
 
-from conftest import LESSONS, OPERATORS, PROGRAMS, execute, program
+from conftest import LESSONS, OPERATORS, PROGRAMS, execute, program, words
+import hopper_mutants
 import pytest
 
 MATMULS = [lesson for lesson in LESSONS if re.match(r"[1-4]_|bonus_matmul", lesson)]
@@ -186,6 +187,30 @@ def test_steps_are_dealt_out(n, multiprocessors):
     assert result.rc == 0, result.stdout + result.stderr
 
 
+# Lesson, arguments, multiprocessors: so few that a block that stays has three tiles or more, and stages come around
+# again. Without arguments each has one or two, or as many tiles as stages. (In other sizes of these planted mistakes
+# show: hopper_mutants.py.)
+STAYING = [
+    ("3_matmul_tensorcore", ("--kernel", "^(tile scheduler|clusters|rasterization)$"), 2),
+    ("6_gating_fused", ("--kernel", "^(resident weights|warp specialization)$"), 2),
+    ("7_diffusion_fused", ("--kernel", "^(one launch|clusters)$"), 2),
+    ("8_spatial_gradients", ("--kernel", "^(warp specialization|cluster)$"), 2),
+    ("9_matmul_softmax", ("300", "--inputs", "72", "--classes", "388", "--kernel", "^exchange tiles$"), 4),
+    ("bonus_diffusion_gpus", (), 3),
+    *(pytest.param(lesson, arguments, multiprocessors, marks=[pytest.mark.extensive] * (
+        "3,0,1" in arguments or lesson == CONNECTED and "384" in arguments))
+      for lesson in hopper_mutants.LESSONS for arguments, multiprocessors in hopper_mutants.RUNS[lesson]),
+]
+
+
+@pytest.mark.parametrize("lesson, arguments, multiprocessors", STAYING, ids=words)
+def test_blocks_that_stay_have_many_tiles(lesson, arguments, multiprocessors):
+    """On the CPU's device."""
+    result = execute([program(lesson, "cpu"), *arguments, "--device", "cpu", "--samples", 1],
+                     env={"CUDA_CPU_MULTIPROCESSORS": str(multiprocessors)})
+    assert result.rc == 0, result.stdout + result.stderr
+
+
 # Lesson 5 has no tiles: there large layers show nothing that small ones do not.
 @pytest.mark.parametrize("lesson, channels, hidden", [
     pytest.param(lesson, *layer, marks=LONG if lesson[0] == "5" and layer[0] * layer[1] > 15000 else ())
@@ -263,7 +288,8 @@ def test_softmax_of_more_tiles_than_run_at_a_time(run):
 
 
 @pytest.mark.parametrize("shape", [(9, 33, 10), (18, 300, 16), (33, 5, 101), (6, 4, 300), (70, 36, 300),
-                                   (5, 132, 40), pytest.param((8, 72, 4200), marks=pytest.mark.extensive)],
+                                   (5, 132, 40), (18, 36, 700),
+                                   pytest.param((8, 72, 4200), marks=pytest.mark.extensive)],
                          ids=str)
 def test_softmax_of_hard_rows(run, backend, shape):
     arguments = softmax_arguments(shape, "--hard-rows", "--all")

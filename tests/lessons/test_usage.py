@@ -441,7 +441,7 @@ def runs_on_cpu(result, line):
 
 def test_fallback_takes_seconds():
     result = execute([ROOT / LAYER, "4096"], env=NO_GPU, timeout=60)
-    runs_on_cpu(result, "No usable GPU: running on the CPU backend with N = 128 instead of 4096"
+    runs_on_cpu(result, "No usable GPU: running on the CPU backend with N = 136 instead of 4096"
                         " (--device cpu to insist).")
 
 
