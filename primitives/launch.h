@@ -29,7 +29,7 @@ inline int device_attribute(cudaDeviceAttr attribute) {
   return value;
 }
 
-/// The same for an attribute that each call asks for: it is found once a device.
+/// The same for an attribute that is needed often. The driver is asked once for each device.
 template <cudaDeviceAttr kAttribute>
 int device_fact() {
   constexpr int kMostDevices = 64;
@@ -67,7 +67,7 @@ void allow_shared_bytes(Kernel* kernel, int bytes) {
   if (bytes > most_shared_bytes()) return;
   const struct {
     const void* kernel;
-    int64_t attribute;  // so that it is no other question about the kernel
+    int64_t attribute;  // other questions about the kernel have other ones
   } question = {reinterpret_cast<const void*>(kernel), cudaFuncAttributeMaxDynamicSharedMemorySize};
   answer_to<bool>(question, [&] {
     cudaFuncAttributes own;  // what the kernel declares itself is no part of what is set
