@@ -1109,8 +1109,9 @@ __device__ __forceinline__ void damp_spectrum(const BlockWork& work, SpectrumSha
 }
 
 // Second product, over the same tiles in reverse. One consumer takes the stages with an even
-// number, and the other one those with an odd number. So each sees all rounds of its own stages. (A
-// barrier tells only the parity of a round. Who misses a round could mistake another one for it.)
+// number, and the other one those with an odd number. So each sees all phases of its own stages'
+// barriers. (A barrier tells only the parity of a phase. Who misses a phase could mistake another
+// one for it.)
 template <Pass kPass, class Reader>
 __device__ __forceinline__ void expand(const BlockWork& work, Reader reader) {
   auto& shared = work.shared;

@@ -33,7 +33,7 @@ struct Ring {
 
 /// The way back from where a Ring is. It begins with the stage that the Ring came to last, and goes
 /// to the one before, and so on. When it has passed all stages it goes on in this order, in the
-/// stages' next rounds.
+/// stages' next laps.
 struct BackRing {
   int count, stage, parity;
   __device__ explicit BackRing(const Ring& from)
