@@ -82,10 +82,10 @@ __global__ void matmul_tile(const float* A, const float* B, float* C, int n) {
 // Its 64 sums stay in registers until the end. For that the loops over i and j have to be unrolled:
 // a register has no address, so `sum` can only be in registers if each index is a constant.
 //
-// A step takes BK = 8 of k. The threads share the copies: each of the 256 copies four numbers of
-// A's tile and four of B's. A row of C has N / 128 tiles now, and each of them reads the same rows
-// of A. So an element of A is read from memory N / 128 times, where *tile* reads it N / 32 times.
-// The same holds for B.
+// A step takes BK = 8 of k. The threads share the copies: each of the 256 threads copies four
+// numbers of A's tile and four of B's. A row of C has N / 128 tiles now, and each of them reads the
+// same rows of A. So an element of A is read from memory N / 128 times, where *tile* reads it N /
+// 32 times. The same holds for B.
 template <int BM, int BN, int BK, int TM, int TN>
 __global__ void __launch_bounds__((BM / TM) * (BN / TN))
     matmul_registers(const float* A, const float* B, float* C, int n) {
@@ -541,9 +541,10 @@ __global__ void __launch_bounds__((BM / TM) * (BN / TN), kBlocks)
 
 // ---- stream-K -----------------------------------------------------------------------------------
 
-// With 128 x 256 tiles C has 512 tiles at N = 4096, for 132 multiprocessors. Three rounds keep all
-// of them busy, and in the fourth one 116 work and 16 wait. At N = 1024 there are 32 tiles, and 100
-// multiprocessors have nothing to do. So tiles are cut along k as well. This is called stream-K.
+// Tiles are computed in rounds, one tile on each multiprocessor. With tiles of 128 x 256 C has 512
+// of them at N = 4096, for 132 multiprocessors. Three rounds keep all of these busy, and in the
+// fourth one 116 work and 16 wait. At N = 1024 there are 32 tiles, and 100 multiprocessors have
+// nothing to do. So tiles are cut along k as well. This is called stream-K.
 //
 // As many blocks stay as there are multiprocessors. At first they take whole tiles, as above, until
 // between one and two rounds of tiles are left. The steps of these tiles form one long line, tile
