@@ -523,6 +523,8 @@ struct TileCopies {
 //   - So (c + d) ^ s = (c ^ d) ^ s = (c ^ s) ^ d, since the order of two ^ does not matter. And
 //     row * BK is a multiple of BK, a power of two that is more than d: so a_lane ^ d changes the
 //     column only. That is one instruction, and nothing is swizzled again. In the code d is k.
+//   - For example, lane 17 of warp 0 has row 1 and c = 8, so s = 8. Its first piece lies at column
+//     8 ^ 8 = 0. The piece 16 columns further on lies at 24 ^ 8 = 16, which is 0 ^ 16.
 // For B it is the same with d = 16 * j. There c may also contain a multiple of the warp's WN
 // columns. d is less than WN, so again the two have no bit in common. If kWidth is 8, the rows that
 // a thread copies are multiples of 8 apart and swizzled alike, too: the compiler swizzles once, and
