@@ -79,8 +79,8 @@ void allow_shared_bytes(Kernel* kernel, int bytes) {
   });
 }
 
-/// The grid of a kernel whose blocks stay: how many of them the device holds at once. One for each
-/// multiprocessor where none fits: the launch then fails, and says why.
+/// How many blocks of a kernel the device holds at once: the grid of a kernel whose blocks stay. If
+/// none fits, it is one block for each multiprocessor. The launch then fails, and says why.
 template <typename Kernel>
 int resident_blocks(Kernel* kernel, int threads, size_t shared_bytes) {
   int per_multiprocessor = 0;
