@@ -119,7 +119,8 @@ __device__ void load_global(Fragment& fragment, const half* from, int row0, int 
   }
 }
 
-constexpr int kSide = 4;  // a block is kSide x kSide warps
+// A block is kSide x kSide warps: threadIdx.x is the lane, y and z are the warp's column and row.
+constexpr int kSide = 4;
 
 // Lesson 1 with warps for threads. Each warp owns one 16 x 16 tile of C and walks along k in steps
 // of 16, with nothing kept but the sums. For every product it loads two matrices from memory: 512
