@@ -16,8 +16,8 @@
 // triple a, c, b that occurs has a weight for each feature, shared by the batch. In 2-D 10 triples
 // occur, in 3-D 20. |z_c|^2 is the plain sum of squares. Backward returns dx, dy and dw from d_out.
 //
-// In the plane (n = 2, both vectors square to +1) there are four blades, and two of them multiplied
-// are one of them again, with a sign:
+// If n is 2 and both vectors square to +1, there are four blades, and two of them multiplied are
+// one of them again, with a sign:
 //
 //     x \ y |   1     e1    e2    e12
 //     ------+------------------------
@@ -40,7 +40,7 @@
 // its own, bytes move many times: that is the first row of the table.
 //
 //     unfused          a kernel for each operator, as a framework runs it: 26 of them in 3-D
-//     product by hand  gates and product in one kernel, written out for the plane; the norm in
+//     product by hand  gates and product in one kernel, written out for n = 2; the norm in
 //                      another. Only in the tables of --algebra 2,0,0
 //     fused product    the same for any algebra: the compiler writes the product
 //     one launch       a block owns a row (all features of a batch element) and reads it twice
@@ -80,7 +80,7 @@ using namespace primitives;
 
 __device__ float gate(float s) { return 0.5f + 0.5f * erff(s * 0.70710678f); }
 
-// The plane. A thread has one multivector of x and one of y, all four blades of each, and makes
+// n = 2. A thread has one multivector of x and one of y, all four blades of each, and makes
 // that of z. Blade k of feature f in row n is element k * plane + n * features + f of a tensor, so
 // threads that are neighbours read and write neighbours. Both gates are factors of the whole
 // product, z = gate(x_1) gate(y_1) (x y), so x' and y' need not be made.
@@ -230,7 +230,7 @@ static_assert(Cl<3, 0, 0>::sign_of_product(0b111, 0b111) == -1);    // e123 e123
 static_assert(Cl<3, 0, 1>::sign_of_product(0b1000, 0b1000) == 0);   // the projective direction
 static_assert(Cl<1, 3, 0>::sign_of_product(0b0001, 0b0001) == 1);   // time
 static_assert(Cl<1, 3, 0>::sign_of_product(0b0010, 0b0010) == -1);  // space
-static_assert(Cl<1, 3, 0>::sign_of_product(0b0011, 0b0011) == 1);   // the plane of a boost
+static_assert(Cl<1, 3, 0>::sign_of_product(0b0011, 0b0011) == 1);   // a boost
 static_assert(Cl<2, 0, 0>::kTriples == 10 && Cl<3, 0, 0>::kTriples == 20);
 
 // ---- The product, for any algebra ---------------------------------------------------------------
@@ -1093,7 +1093,7 @@ __global__ void __launch_bounds__(kThreads<A>, 1)
 // These are three more products of the same kind, with the same signs. Where does the weight go? As
 // forward: to a blade that all terms share, if there is one, otherwise to the sum of the terms. And
 // dw takes a sum that is there and has not been multiplied by w yet: one of dx, otherwise one of
-// dy, otherwise one of z. Each case has an example in the plane:
+// dy, otherwise one of z. Each case has an example for n = 2:
 //
 //     weight     its terms                            dw
 //     w[0,1,1]   x_1 y_e1 in z_e1, x_1 y_e2 in z_e2   x_1 times the sum of dx_1

@@ -17,11 +17,12 @@
 // of B, keeps the sum in a register, and writes it once. C stays where it is computed; A and B
 // stream by.
 //
-// What is the limit? 2 N^3 floating-point operations on 12 N^2 bytes: at N = 4096 each byte could
-// feed 683 operations, so the arithmetic units are the limit, and a good kernel keeps them busy.
-// These two are not good: every multiply-add here fetches its two numbers from memory (or a cache),
-// and how fast these come is what limits them. Which of the 32 threads of a warp reads what decides
-// how fast.
+// What is the limit? A multiply-add counts as two operations, so there are 2 N^3. Three matrices of
+// 4 N^2 bytes are 12 N^2 bytes. So each byte could feed N / 6 operations, 683 at N = 4096. While
+// its memory moves one byte, an H100 does about 20. So the arithmetic units are the limit, and
+// a good kernel keeps them busy. These two are not good: every multiply-add here fetches its two
+// numbers from memory (or a cache), and how fast these come is what limits them. Which of the 32
+// threads of a warp reads what decides how fast.
 
 #include <algorithm>
 #include <vector>
@@ -30,10 +31,13 @@
 
 using namespace problems;
 
-// Thread (x, y) owns C(row = x, col = y): neighbours in a warp sit in neighbouring ROWS. At each
-// step of the loop a warp reads one element of B (the same for all) but 32 elements of A that lie N
-// floats apart, from 32 different 32-byte sectors, of each of which it uses 4 bytes. The same
-// happens to the 32 elements of C at the end.
+// Memory is read and written in sectors, pieces of 32 bytes. The 32 loads of a warp's instruction
+// are served together, and each sector that they need is fetched once.
+//
+// Thread (x, y) owns C(row = x, col = y): neighbours in a warp have neighbouring ROWS. At each step
+// of the loop a warp reads one element of B, the same for all threads: one sector. But it reads 32
+// elements of A that lie N floats apart. They are in 32 sectors, and of each of these it uses only
+// 4 bytes. The same happens to the 32 elements of C at the end.
 __global__ void matmul_uncoalesced(const float* A, const float* B, float* C, int n) {
   const int row = blockIdx.x * blockDim.x + threadIdx.x;
   const int col = blockIdx.y * blockDim.y + threadIdx.y;
@@ -45,10 +49,11 @@ __global__ void matmul_uncoalesced(const float* A, const float* B, float* C, int
   C[static_cast<size_t>(row) * n + col] = sum;
 }
 
-// Thread (x, y) owns C(row = y, col = x): neighbours sit in neighbouring COLUMNS. Now a warp reads
-// one element of A (the same for all, so one sector) and 32 consecutive elements of B, 128 bytes
-// that the hardware coalesces into four full sectors. The arithmetic is the same, the sums are the
-// same to the last bit; only the two letters x and y changed places.
+// Thread (x, y) owns C(row = y, col = x): neighbours have neighbouring COLUMNS. Now a warp reads
+// one element of A, the same for all threads: one sector. And it reads 32 consecutive elements of
+// B, 128 bytes, which are four full sectors. To serve the loads of a warp by few full sectors is
+// called coalescing. The arithmetic is the same, the sums are the same to the last bit; only the
+// two letters x and y changed places.
 __global__ void matmul_coalesced(const float* A, const float* B, float* C, int n) {
   const int row = blockIdx.y * blockDim.y + threadIdx.y;
   const int col = blockIdx.x * blockDim.x + threadIdx.x;

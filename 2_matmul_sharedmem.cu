@@ -44,12 +44,17 @@ using namespace primitives;
 constexpr int kTile = 32;
 
 // A block of 32 x 32 threads owns a 32 x 32 tile of C, thread (x, y) its element (row y, column x).
-// Each step moves one 32 x 32 tile of A and of B, one element of each per thread, coalesced. After
-// the first barrier every element is read from shared memory 32 times; the second barrier keeps a
-// fast warp from overwriting what a slow one still reads. There is one load from memory
-// where lesson 1 has 32. Counted in sectors that is a factor of 20. For each k a warp of lesson 1's
-// last kernel asks for 5 sectors, one for A's number and four for B's 32: 160 in 32 of k. Here it
-// asks for 8. The limit is now shared memory, with two reads per multiply-add.
+// A step takes 32 of k: the block loads a 32 x 32 tile of A and one of B into shared memory. Each
+// thread loads one element of each, so each warp loads one row of each, coalesced. The first
+// barrier waits until both tiles are there. Then every element is read from shared memory 32 times.
+// The second barrier keeps a fast warp from overwriting what a slow one still reads.
+//
+// For 32 of k a warp asks for these sectors:
+//
+//     lesson 1's last kernel    (1 of A + 4 of B) * 32 = 160
+//     here                       4 of A + 4 of B       =   8
+//
+// That is a twentieth. The limit is now shared memory, with two reads per multiply-add.
 __global__ void matmul_tile(const float* A, const float* B, float* C, int n) {
   __shared__ float a_tile[kTile][kTile];
   __shared__ float b_tile[kTile][kTile];
@@ -68,11 +73,19 @@ __global__ void matmul_tile(const float* A, const float* B, float* C, int n) {
 
 // ---- registers ----------------------------------------------------------------------------------
 
-// 16 x 16 threads own a 128 x 128 tile of C, and each thread 8 x 8 elements of it: rows y, y + 16,
-// ... and columns x, x + 16, ..., so that a warp's reads of b_tile fall on consecutive banks. Per
-// step of k a thread reads 8 + 8 numbers from shared memory for 64 multiply-adds, whose sums never
-// leave its registers (the loops over i and j must unroll: registers have no addresses). With tiles
-// of this size A and B are each read from memory N / 128 times instead of N / 32.
+// 16 x 16 threads own a 128 x 128 tile of C, and each thread 8 x 8 elements of it. Thread (x, y)
+// has the rows y, y + 16 and so on up to y + 112, and the columns x, x + 16 and so on up to x +
+// 112. So neighbouring threads read neighbouring elements of b_tile, which lie in different banks
+// (README). For each k a thread reads 8 numbers of A and 8 of B from shared memory, for 64
+// multiply-adds.
+//
+// Its 64 sums stay in registers until the end. For that the loops over i and j have to be unrolled:
+// a register has no address, so `sum` can only be in registers if each index is a constant.
+//
+// A step takes BK = 8 of k. The threads share the copies: each of the 256 threads copies four
+// numbers of A's tile and four of B's. A row of C has N / 128 tiles now, and each of them reads the
+// same rows of A. So an element of A is read from memory N / 128 times, where *tile* reads it N /
+// 32 times. The same holds for B.
 template <int BM, int BN, int BK, int TM, int TN>
 __global__ void __launch_bounds__((BM / TM) * (BN / TN))
     matmul_registers(const float* A, const float* B, float* C, int n) {
@@ -119,8 +132,9 @@ __global__ void __launch_bounds__((BM / TM) * (BN / TN))
 
 // ---- vectors ------------------------------------------------------------------------------------
 
-// Four numbers from `from` (row-major, n x n, at `row`, `col`), zeros where that is outside. With
-// kAligned (n a multiple of 4) they are one 16-byte load, all inside or all outside.
+// Loads four neighbours of a row of `from` (n x n), from (row, col) on, and zeros for those
+// outside. With kAligned (n is a multiple of 4) this is one load of 16 bytes, and the four are all
+// inside or all outside.
 template <bool kAligned>
 __device__ float4 load4(const float* from, int row, int col, int n) {
   float4 value = make_float4(0, 0, 0, 0);
@@ -151,19 +165,20 @@ __device__ void store4(float* to, int row, int col, int n, const float* value) {
   }
 }
 
-// As in `registers`, but everything moves 16 bytes at a time. A thread's columns come in groups of
-// four: thread x has the four from column 4 * x on, and the four from column 64 + 4 * x on. So one
-// load reads four elements of a row of b_tile. (Rows are grouped in the same way.) For four
-// elements of a column of A to lie next to each other as well, a_tile is stored transposed:
-// a_tile[k][row]. So a thread reads its 16 numbers of a k by 4 loads instead of 16.
+// As in `registers`, but everything moves 16 bytes at a time. For that a thread's columns come in
+// groups of four neighbours: thread x has the four from column 4 * x on, and the four from column
+// 64 + 4 * x on. So one load reads four elements of a row of b_tile. Its rows are grouped in the
+// same way. For four elements of a column of A to lie next to each other as well, a_tile is stored
+// transposed: a_tile[k][row]. So a thread reads its 16 numbers of a k by 4 loads instead of 16.
 //
-// The rows of a_tile are 4 floats longer than their data (README: banks). When a warp fills it, 16
-// threads write 16 neighbours of one row, k, and the other 16 threads those of row k + 4. With rows
-// of 128 floats both would be on the same 16 banks. 4 floats more a row shift the second 16 writes
-// by 4 x 4 banks, onto the other 16.
+// The rows of a_tile are 4 floats longer than their data. Why? Each thread writes a float4 of A
+// into four rows of a_tile, by four stores. In one such store the 16 even threads of a warp write
+// 16 neighbours of row k, and the 16 odd threads write 16 neighbours of row k + 4. With rows of 128
+// floats both would be on the same 16 of the 32 banks. With 132 the odd threads write 4 * 4 banks
+// further on, which are the other 16.
 //
-// The minimum of 2 blocks per multiprocessor keeps the compiler to 128 registers, half of a
-// multiprocessor's 65536 for 256 threads.
+// The 2 in __launch_bounds__ says that two blocks, of 256 threads each, shall share the 65536
+// registers of a multiprocessor. So the compiler gives a thread 128 registers at most.
 template <int BM, int BN, int BK, int TM, int TN, bool kAligned>
 __global__ void __launch_bounds__((BM / TM) * (BN / TN), 2)
     matmul_vectors(const float* A, const float* B, float* C, int n) {
@@ -257,13 +272,14 @@ __device__ void copy_pair(TilePair<BM, BN, BK>& to, const float* A, const float*
 // cannot transpose four numbers on the way, as `vectors` did in registers: A is copied by single
 // floats. And a step takes 16 of k, not 8: fewer barriers.)
 //
-// The copies of a step are closed as a group (commit). From then on a thread can wait for them, but
-// they need not have arrived. wait<n> waits until all but the newest n groups of the thread have
-// arrived. When a step begins, the newest kStages - 1 groups are those of this step and of the
-// steps after it. Only the first of these has to be there, so the wait leaves out the newest
-// kStages - 2. Where no step is left an empty group is closed, so that the count is right. One
-// barrier a step is enough. It says two things: the copies of all threads have arrived; and nobody
-// reads the stage of the step before any more, which the next copies fill.
+// A thread closes its copies of a step as a group (commit). Then it may wait for them:
+// copy_async_wait<n> waits until all of its groups but the n newest have arrived. For example, with
+// three stages step 5 begins when the copies of steps 5 and 6 have been started. It needs its own,
+// so it waits for all groups but the newest one: n is kStages - 2. (After the last steps there is
+// nothing to copy. Then an empty group is closed, so that n stays the same.)
+//
+// One barrier a step is enough. After it two things are true: the copies of all threads have
+// arrived, and nobody reads the stage of the step before any more. The next copies fill that stage.
 //
 // The row *large tiles* is this kernel with larger tiles. 256 threads own 128 x 256 elements of C
 // there, 8 x 16 each: for a step of k a thread reads 8 + 16 numbers from shared memory for 128
@@ -341,8 +357,8 @@ __global__ void __launch_bounds__((BM / TM) * (BN / TN), kBlocks)
   const int row0 = blockIdx.y * BM, col0 = blockIdx.x * BN;
   const int steps = (n + BK - 1) / BK;
 
-  // With one copy of each thread the block copies kRowsA rows of the tile of A, or kRowsB rows of
-  // the tile of B.
+  // If each thread makes one copy, the block copies kRowsA rows of the tile of A, or kRowsB rows of
+  // the tile of B. So these are the distances between a thread's copies.
   constexpr int kWidth = kAligned ? 4 : 1;
   constexpr int kRowsA = kThreads / BK, kRowsB = kThreads / (BN / kWidth);
   const int a_row = threadIdx.x / BK, a_k = threadIdx.x % BK;
@@ -414,9 +430,10 @@ __global__ void __launch_bounds__((BM / TM) * (BN / TN), kBlocks)
 // ---- ahead --------------------------------------------------------------------------------------
 
 // *lean*, with the idea of *async* one level further in. A multiply-add needs numbers that the load
-// just above it asks shared memory for, tens of cycles away. Eight warps, two for each scheduler,
-// are not enough to fill that time with others' work. So there are two sets of registers: while one
-// k is multiplied, the numbers of the next come into the other set.
+// just above it asks shared memory for, tens of cycles away. A multiprocessor has only eight warps
+// here, two for each scheduler. They are too few to fill that time with each other's work. So there
+// are two sets of registers: while one k is multiplied, the numbers of the next come into the other
+// set.
 //
 // multiply_ahead multiplies the steps `begin` to `end` - 1 of the tile of C at (row0, col0).
 // finish(sum) says what becomes of a thread's sums.
@@ -427,8 +444,8 @@ __device__ void multiply_ahead(TilePair<BM, BN, BK>* stages, const float* A, con
   constexpr int kStrideA = BM + 4;
   const int x = threadIdx.x % kThreadsX, y = threadIdx.x / kThreadsX;
 
-  // With one copy of each thread the block copies kRowsA rows of the tile of A, or kRowsB rows of
-  // the tile of B.
+  // If each thread makes one copy, the block copies kRowsA rows of the tile of A, or kRowsB rows of
+  // the tile of B. So these are the distances between a thread's copies.
   constexpr int kWidth = kAligned ? 4 : 1;
   constexpr int kRowsA = kThreads / BK, kRowsB = kThreads / (BN / kWidth);
   const int a_row = threadIdx.x / BK, a_k = threadIdx.x % BK;
@@ -524,30 +541,42 @@ __global__ void __launch_bounds__((BM / TM) * (BN / TN), kBlocks)
 
 // ---- stream-K -----------------------------------------------------------------------------------
 
-// With 128 x 256 tiles C has 512 tiles at N = 4096, for 132 multiprocessors. Three rounds keep all
-// of them busy, and in the fourth one 116 work and 16 wait. At N = 1024 there are 32 tiles, and 100
-// multiprocessors have nothing to do. So tiles are cut along k as well. This is called stream-K.
+// Tiles are computed in rounds, one tile on each multiprocessor. With tiles of 128 x 256 C has 512
+// of them at N = 4096, for 132 multiprocessors. Three rounds keep all of these busy, and in the
+// fourth one 116 work and 16 wait. At N = 1024 there are 32 tiles, and 100 multiprocessors have
+// nothing to do. So tiles are cut along k as well. This is called stream-K.
 //
 // As many blocks stay as there are multiprocessors. At first they take whole tiles, as above, until
 // between one and two rounds of tiles are left. The steps of these tiles form one long line, tile
-// after tile, of which each block gets an equal part. A part may begin or end inside of a tile:
+// after tile, of which each block gets an equal part. At N = 4096 each block takes two whole tiles,
+// and 248 tiles are left, each of 256 steps. So the line has 63488 steps, and each of the 132
+// blocks gets 480 or 481 of them. The parts of the first two blocks are these pieces:
 //
-//     block 0 |--- tile 0 ---|-- tile 1, first steps
-//     block 1                   tile 1, last steps --|--- tile 2 ---|-- tile 3 ...
+//     block 0    tile 264, all 256 steps       tile 265, steps 0 to 223
+//     block 1    tile 265, steps 224 to 255    tile 266, all    tile 267, steps 0 to 192
 //
-// Who begins inside of a tile has only a part of its sums. It leaves them in memory, with a flag,
-// for the block that has the first steps of this tile. That one waits for the flag, adds the sums
-// to its own, always in the same order, and stores the tile. It waits for blocks with higher
-// numbers than its own: all of them run, since there are no more blocks than fit on the GPU.
+// Block 1 begins inside of tile 265, so it has only a part of the tile's sums. It leaves them in
+// memory, with a flag, for the block that has the tile's first steps. That is block 0. It waits for
+// the flag, adds the sums to its own, and stores the tile. (If several blocks have left sums of a
+// tile, they are added in the order of their numbers, always the same.)
+//
+// Why do blocks never wait for each other in a circle? Sums are only left by the first piece of a
+// part. Before and during that piece a block waits for nobody. And only the last piece waits. In
+// the example block 1 leaves its sums after 32 of its steps, and block 0 needs them after 480. All
+// blocks run at the same time, since there are no more of them than fit on the GPU.
 template <int TM, int TN, int kThreads>
 struct SumsOfBlocks {
-  unsigned* ready;  // of each block: 1 if its sums are there. All are 0 before and after a launch
-  float4* sums;     // of each block: (TM, TN / 4, kThreads). A thread has neighbours of a row
+  unsigned* ready;  // for each block a flag, 1 if its sums are there; 0 before and after a launch
+  float4* sums;     // for each block (TM * TN / 4, kThreads) times four neighbours of a row
 
+  // Where this thread's first four sums of a block lie. The next four are kThreads further on.
   __device__ float4* place(int block) const {
     return sums + (static_cast<size_t>(block) * TM * TN / 4 * kThreads + threadIdx.x);
   }
-  // Leaves this block's sums for another one. At the barrier all threads have stored theirs.
+  // Leaves this block's sums for another one. __stcg stores them in the L2 cache, where all blocks
+  // see them. At the barrier all threads have stored theirs. GridCount is an atomic number that
+  // blocks share. Who reads the flag's 1 by an acquire, as wait_for_count does, sees what was
+  // stored before the release.
   __device__ void give(const float (&sum)[TM][TN]) const {
     float4* to = place(blockIdx.x);
 #pragma unroll
@@ -575,8 +604,8 @@ struct SumsOfBlocks {
   }
 };
 
-// Which steps of the line a block has: those from start(block) up to, not including, start(block +
-// 1).
+// Which steps of the line a block has: those from start(block) to start(block + 1) - 1. If all
+// rounds of tiles are full, the line is empty.
 struct StepLine {
   int first_tile, steps;  // the line's first tile, and how many steps each of its tiles has
   int64_t length;         // in steps
@@ -607,6 +636,7 @@ __global__ void __launch_bounds__((BM / TM) * (BN / TN), kBlocks)
     multiply_ahead<BM, BN, BK, TM, TN, kStages, kAligned>(
         stages, A, B, n, row0, col0, begin, end, [&](float(&sum)[TM][TN]) {
           if (begin > 0) return of_blocks.give(sum);
+          // The tile's other steps are those of the blocks after this one.
           const int tile_end = (tile - line.first_tile + 1) * line.steps;  // in the line
           for (int other = block + 1; end < line.steps && line.start(other) < tile_end; ++other) {
             of_blocks.add(sum, other);

@@ -8,8 +8,9 @@
 //     S (16 x 8) += A (16 x 16) B (16 x 8)        2048 multiply-adds, 64 a thread
 //
 // The operands are in registers. Each matrix is spread over the registers of all lanes of the warp.
-// What one lane holds of a matrix is its fragment (README has a picture). A is four matrices of 8 x
-// 8; B and the sums are two each. Of each 8 x 8 lane l holds two elements:
+// What one lane holds of a matrix is its fragment (README has a picture). A consists of four
+// matrices of 8 x 8; B and the sums consist of two each. Of each 8 x 8 matrix lane l holds two
+// elements:
 //
 //   - of A two neighbours of a row, as two 16-bit numbers in one register: row l / 4, columns
 //     2 * (l % 4) and 2 * (l % 4) + 1. Lane 5 has columns 2 and 3 of row 1;
@@ -24,9 +25,10 @@
 // That changes what is scarce. The arithmetic of lesson 2's inner loop, 128 multiply-adds of a
 // thread, now takes two instructions. Two things decide how much of the tensor cores' rate is left:
 //
-//   - Shared memory. ldmatrix reads 8 rows of 16 bytes at a time. Where the rows of a tile are a
-//     multiple of 128 bytes apart, all 8 are on the same banks and are read one after the other:
-//     the tile needs another layout, either padded rows or permuted ones.
+//   - Shared memory. It has 32 banks of 4 bytes, so places that are a multiple of 128 bytes apart
+//     are in the same bank. ldmatrix reads 8 rows of 16 bytes at a time. If the rows of a tile are
+//     a multiple of 128 bytes apart, all 8 are in the same banks and are read one after the other.
+//     So the tile needs another layout, either padded rows or permuted ones.
 //   - Instructions. Each address, bound check and copy takes the place of an mma.sync. And there
 //     are few warps, too few to hide the latency of loads: loads have to start long before what
 //     they bring is needed.
@@ -89,15 +91,15 @@ using namespace primitives;
 
 // ---- wmma global --------------------------------------------------------------------------------
 
-// FragmentA, FragmentB and FragmentSum (primitives/wmma_fragments.cuh) are 16 x 16 matrices that
-// the lanes of a warp hold together, in a layout that the interface does not tell. (The interface
-// calls the whole matrix a fragment. Elsewhere a fragment is what one lane has of it.) A warp loads
-// such matrices, multiplies them, and stores the result.
+// FragmentA, FragmentB and FragmentSum (primitives/wmma_fragments.cuh) are what a lane holds of a
+// 16 x 16 matrix: of a left factor, of a right factor, and of sums. The interface does not tell
+// which elements these are. All lanes of a warp together load such a matrix, multiply two of them,
+// or store one.
 
-// Loads the 16 x 16 elements of `from` (row-major, n x n) at (row0, col0). WMMA reads whole
-// fragments, of rows that start at multiples of 32 bytes. With kWhole (n a multiple of 16) that is
-// what memory has. Otherwise the warp copies them to `corner` first, its own place for 16 x 16
-// elements in shared memory, 8 a lane, with zeros for what is outside.
+// Loads the 16 x 16 elements of `from` (row-major, n x n) at (row0, col0). WMMA reads all of the 16
+// x 16, and rows have to start at multiples of 32 bytes. With kWhole (n a multiple of 16) memory
+// has it so. Otherwise the warp copies the elements to `corner` first, its own place for 16 x 16 of
+// them in shared memory, 8 a lane, with zeros for what is outside.
 template <bool kWhole, typename Fragment>
 __device__ void load_global(Fragment& fragment, const half* from, int row0, int col0, int n,
                             half* corner) {
@@ -117,12 +119,13 @@ __device__ void load_global(Fragment& fragment, const half* from, int row0, int 
   }
 }
 
-constexpr int kSide = 4;  // a block is kSide x kSide warps
+// A block is kSide x kSide warps: threadIdx.x is the lane, y and z are the warp's column and row.
+constexpr int kSide = 4;
 
 // Lesson 1 with warps for threads. Each warp owns one 16 x 16 tile of C and walks along k in steps
-// of 16, with nothing kept but the sums. Two fragments are loaded from memory for every product:
-// 512 elements for 4096 multiply-adds. The 16 warps of a block use each of them four times, if the
-// L1 cache still has it.
+// of 16, with nothing kept but the sums. For every product it loads two matrices from memory: 512
+// elements for 4096 multiply-adds. The 16 warps of a block use each of these matrices four times,
+// if the L1 cache still has it.
 //
 // The sums are fp32 and C is fp16, so someone has to round them, and to know which elements they
 // are. WMMA does not say that. So store_rounded (primitives/wmma_fragments.cuh) takes them through
@@ -151,12 +154,15 @@ __global__ void __launch_bounds__(32 * kSide * kSide)
 
 // ---- wmma shared --------------------------------------------------------------------------------
 
-// Lesson 2's tiles. A block of kWarpsM x kWarpsN warps owns a tile of C, BM x BN elements. It goes
-// along k in slices: a slice is BK of k, and takes one step. In a step the block loads a tile of A,
-// BM x BK, and one of B, BK x BN, into shared memory, once for all its warps. Then each warp
-// multiplies its 16 * kRows rows by its 16 * kCols columns: it loads kRows + kCols fragments for
-// kRows * kCols products. The rows of the tiles are 8 elements longer than their data, so that the
-// rows of one fragment start on different banks.
+// Lesson 2's tiles. A block of kWarpsM x kWarpsN warps owns a tile of C, BM x BN elements. A step
+// takes BK of k. In it the block loads a tile of A, BM x BK, and one of B, BK x BN, into shared
+// memory, once for all its warps. Then each warp multiplies its 16 * kRows rows by its 16 * kCols
+// columns. For 16 of k it loads kRows + kCols matrices of 16 x 16, and makes kRows * kCols
+// products.
+//
+// The rows of the tiles are 8 elements longer than their data, so that rows start in different
+// banks. For example, a row of A's tile has 32 elements and 8 more. These are 80 bytes, the width
+// of 20 banks. So eight rows start in the banks 0, 20, 8, 28, 16, 4, 24 and 12.
 //
 // There are two barriers a step: one when the tiles are there, and one when nobody reads them any
 // more. copy_tile (primitives/async_copy.cuh) starts copies by cp.async, as in lesson 2's *async*.
@@ -214,16 +220,26 @@ __global__ void __launch_bounds__(32 * kWarpsM * kWarpsN)
 
 // ---- The order of blocks ------------------------------------------------------------------------
 
-// The kernels from *swizzled tiles* to *double buffering* take tiles in this order. (The field
-// calls the order of tiles rasterization.) Blocks start in the order of their numbers, as many as
-// fit on the GPU at a time, and share what they read through the L2 cache. If they took C row by
-// row, those that run at the same time would read few rows of tiles of A, but all of B. For
-// example, at N = 4096 these are about 1024 rows of A and all 4096 columns of B. If the tiles of
-// those blocks form a square, these are about 2048 of each. So kGroup rows of tiles form a group.
-// The blocks go down one column of the group, which is kGroup tiles, then down the next column. For
-// example, with kGroup = 8 blocks 0 to 7 have the tiles of column 0, blocks 8 to 15 those of column
+// Blocks start in the order of their numbers, as many as fit on the GPU at a time. Those that run
+// at the same time share what they read through the L2 cache. So which tiles of C should they have?
+// An H100 works on 132 x 256 x 128 elements of C at a time. At N = 4096 these can be 1056 rows with
+// all their 4096 columns. Then the blocks read 1056 rows of A and 4096 columns of B. Or they can be
+// a square of about 2080 x 2080. Then the blocks read 2080 rows and 2080 columns, which is less.
+//
+// So kGroup rows of tiles form a group, and blocks go down one column of the group, then down the
+// next column. For example, these are the numbers of the blocks for 6 x 5 tiles and kGroup = 3:
+//
+//      0  3  6  9 12
+//      1  4  7 10 13
+//      2  5  8 11 14
+//     15 18 21 24 27
+//     16 19 22 25 28
+//     17 20 23 26 29
+//
+// The kernels from *swizzled tiles* to *double buffering* take their tiles in this order. (The
+// field calls the order of tiles rasterization.)
 // 1.
-constexpr int kPatchRows = 2048;  // 132 multiprocessors, 256 x 128 each: a square of about 2048
+constexpr int kSquareRows = 2048;  // about the side of that square
 template <int kGroup>
 __device__ void tile_of_block(int tiles_m, int tiles_n, int& tile_m, int& tile_n) {
   const int group_size = kGroup * tiles_n;
@@ -260,8 +276,8 @@ __device__ void copy_swizzled_tile(half* to, const half* from, int row0, int col
   }
 }
 
-// Where a lane's elements 0 and 1 stand in a 16 x 8 fragment of sums: neighbours in one row.
-// Elements 2 and 3 are 8 rows below them.
+// Where a lane's elements 0 and 1 stand in a 16 x 8 matrix of sums: they are neighbours in one row.
+// Its elements 2 and 3 are 8 rows below them.
 struct PairPlace {
   int row, col;
 };
@@ -301,8 +317,8 @@ __device__ void store_pair(half* C, int row, int col, int n, float left, float r
 // right factor of one product, and matrices 2 and 3 are that of the next. The right factor of
 // product j is in registers 2 * (j % 2) and 2 * (j % 2) + 1 of b[j / 2].
 //
-// kWidth: how many elements a copy moves; rows of the matrices are aligned to that. 8: n is a
-// multiple of 8, 16 bytes; 2: n is even; 1: any n, copied through registers.
+// kWidth is how many elements a copy moves. It is 8, which are 16 bytes, if n is a multiple of 8.
+// It is 2 if n is only even. Else it is 1, and elements are copied through registers.
 template <int BM, int BN, int BK, int kWarpsM, int kWarpsN, int kWidth>
 __global__ void __launch_bounds__(32 * kWarpsM * kWarpsN)
     matmul_ldmatrix(const half* A, const half* B, half* C, int n) {
@@ -314,7 +330,7 @@ __global__ void __launch_bounds__(32 * kWarpsM * kWarpsN)
   const int warp_row = warp / kWarpsN * WM, warp_col = warp % kWarpsN * WN;
   const PairPlace pair = place_of_pair(lane);
   int tile_m, tile_n;
-  tile_of_block<kPatchRows / BM>((n + BM - 1) / BM, (n + BN - 1) / BN, tile_m, tile_n);
+  tile_of_block<kSquareRows / BM>((n + BM - 1) / BM, (n + BN - 1) / BN, tile_m, tile_n);
   const int row0 = tile_m * BM, col0 = tile_n * BN;
   float sum[WM / 16][WN / 8][4] = {};
   for (int k0 = 0; k0 < n; k0 += BK) {
@@ -376,7 +392,7 @@ __global__ void __launch_bounds__(32 * kWarpsM * kWarpsN)
   const int warp_row = warp / kWarpsN * WM, warp_col = warp % kWarpsN * WN;
   const PairPlace pair = place_of_pair(lane);
   int tile_m, tile_n;
-  tile_of_block<kPatchRows / BM>((n + BM - 1) / BM, (n + BN - 1) / BN, tile_m, tile_n);
+  tile_of_block<kSquareRows / BM>((n + BM - 1) / BM, (n + BN - 1) / BN, tile_m, tile_n);
   const int row0 = tile_m * BM, col0 = tile_n * BN;
   const int steps = (n + BK - 1) / BK;
   const auto tiles_of_step = [&](int step) { return mma_tiles + step % kStages * (BM + BN) * BK; };
@@ -508,6 +524,8 @@ struct TileCopies {
 //   - So (c + d) ^ s = (c ^ d) ^ s = (c ^ s) ^ d, since the order of two ^ does not matter. And
 //     row * BK is a multiple of BK, a power of two that is more than d: so a_lane ^ d changes the
 //     column only. That is one instruction, and nothing is swizzled again. In the code d is k.
+//   - For example, lane 17 of warp 0 has row 1 and c = 8, so s = 8. Its first piece lies at column
+//     8 ^ 8 = 0. The piece 16 columns further on lies at 24 ^ 8 = 16, which is 0 ^ 16.
 // For B it is the same with d = 16 * j. There c may also contain a multiple of the warp's WN
 // columns. d is less than WN, so again the two have no bit in common. If kWidth is 8, the rows that
 // a thread copies are multiples of 8 apart and swizzled alike, too: the compiler swizzles once, and
@@ -530,7 +548,7 @@ __global__ void __launch_bounds__(32 * kWarpsM * kWarpsN, 1)
   const int warp_row = warp / kWarpsN * WM, warp_col = warp % kWarpsN * WN;
   const PairPlace pair = place_of_pair(lane);
   int tile_m, tile_n;
-  tile_of_block<kPatchRows / BM>((n + BM - 1) / BM, (n + BN - 1) / BN, tile_m, tile_n);
+  tile_of_block<kSquareRows / BM>((n + BM - 1) / BM, (n + BN - 1) / BN, tile_m, tile_n);
   const int row0 = tile_m * BM, col0 = tile_n * BN;
   const int steps = (n + BK - 1) / BK;
   using Copies = TileCopies<Tiles, kWidth>;
@@ -606,7 +624,7 @@ __global__ void __launch_bounds__(32 * kWarpsM * kWarpsN, 1)
   const int warp_row = warp / kWarpsN * WM, warp_col = warp % kWarpsN * WN;
   const PairPlace pair = place_of_pair(lane);
   int tile_m, tile_n;
-  tile_of_block<kPatchRows / BM>((n + BM - 1) / BM, (n + BN - 1) / BN, tile_m, tile_n);
+  tile_of_block<kSquareRows / BM>((n + BM - 1) / BM, (n + BN - 1) / BN, tile_m, tile_n);
   const int row0 = tile_m * BM, col0 = tile_n * BN;
 
   using Copies = TileCopies<Tiles, kWidth>;
@@ -757,10 +775,10 @@ __device__ void store_sum(const Sum<kCols>& sum, half* C, int row0, int col0, in
 //   3. Products. The four warps of a warpgroup multiply 64 x 16 by 16 x 128 with one instruction,
 //      wgmma, straight out of shared memory. There is no ldmatrix, and there are no fragments of A
 //      and B in registers. wgmma reads a row-major B as it is. `sum.start_product(left, right,
-//      add)` starts the products of one slice of k, kStepK = 64. If `add`, they are added to the
-//      sum, else they replace it. `stage.a.rows(r)` is the left factor, 64 rows of the tile of A
-//      from row r on. wgmma_wait<n>() waits until all products are done but those of the n newest
-//      start_product().
+//      add)` starts the products of one step, which is kStepK = 64 of k. If `add`, they are added
+//      to the sum, else they replace it. `stage.a.rows(r)` is the left factor, 64 rows of the tile
+//      of A from row r on. wgmma_wait<n>() waits until all products are done but those of the n
+//      newest start_product().
 //
 // An mbarrier is used again and again. Each use is a *phase*: it ends when as many threads have
 // arrived as the barrier waits for, and all announced bytes have come. Phases are counted from 0. A
@@ -836,14 +854,15 @@ __global__ void __launch_bounds__(128)
 // waits for the next stage, and starts that one's products. Only then it waits for the older ones,
 // and gives their stage back. So in step i it gives back the stage of step i - 1.
 //
-// What does the producer wait for? Steps go around the stages, and each time around is a *round*,
-// counted from 0. Before the producer fills a stage in one round, the consumers must have emptied
-// it in the round before. In round r the consumers wait for phase r of `full`, with `ring.parity`.
-// The producer waits for phase r - 1 of `empty`, whose parity is the other one, `ring.parity ^ 1`.
+// What does the producer wait for? Steps go around the stages, again and again. Each time around is
+// a *lap*, counted from 0. Before the producer fills a stage in one lap, the consumers must have
+// emptied it in the lap before. In lap r the consumers wait for phase r of `full`, with
+// `ring.parity`. The producer waits for phase r - 1 of `empty`, whose parity is the other one,
+// `ring.parity ^ 1`.
 //
-// For example, with four stages step 5 is in stage 1, in round 1. Its consumers wait for phase 1 of
+// For example, with four stages step 5 is in stage 1, in lap 1. Its consumers wait for phase 1 of
 // `full`, parity 1. The producer waits for phase 0 of `empty`, parity 0, which ends when both
-// consumers have multiplied step 1. In round 0 the producer has nothing to wait for, and its wait,
+// consumers have multiplied step 1. In lap 0 the producer has nothing to wait for, and its wait,
 // for parity 1, ends at once: a new barrier behaves as if a phase of parity 1 were over.
 //
 // A sum of 64 x 256 takes 128 registers of each thread. The producer needs few. So it gives some of
@@ -877,7 +896,7 @@ __global__ void __launch_bounds__(384, 1)
     for (int step = 0; step < steps; ++step, ring.advance()) {
       Stage<BM, BN>& stage = stages[ring.stage];
       Barrier* arrived = &full[ring.stage];
-      barrier_wait(&empty[ring.stage], ring.parity ^ 1);  // ends at once in the first round
+      barrier_wait(&empty[ring.stage], ring.parity ^ 1);  // ends at once in the first lap
       barrier_arrive_expect(arrived, sizeof stage);
       tensor_load(stage.a.elements, &A, row0, step * kStepK, arrived);
       for (int box = 0; box < BN / 64; ++box) {
@@ -1075,11 +1094,17 @@ __global__ void __launch_bounds__(384, 1)
 
 // ---- clusters -----------------------------------------------------------------------------------
 
-// A cluster is some blocks that run at the same time and reach each other's shared memory, which is
-// then called distributed shared memory. Two blocks whose tiles lie one below the other in C need
-// the same tile of B. So they are a cluster here. Each fetches half of the tile of B and
-// *multicasts* that half, which is to say that one copy arrives in both blocks. So B is read from
-// the L2 cache once, not twice. The words:
+// A cluster is a group of blocks that run at the same time and reach each other's shared memory,
+// which is then called distributed shared memory. Here a cluster is two blocks, whose tiles lie one
+// below the other in C. Both need the same tile of B, which has four boxes. Each block fetches two
+// of them and *multicasts* them, which is to say that one copy arrives in both blocks. So B is read
+// from the L2 cache once, not twice:
+//
+//                            block 0                     block 1
+//     a tile of A            its own, for itself         its own, for itself
+//     the tile of B          boxes 0 and 1, for both     boxes 2 and 3, for both
+//
+// The words:
 //   - HOPPER_CLUSTER(2) on a kernel says that its blocks come in clusters of 2.
 //   - BlockGrid<2, 1> is two blocks with neighbouring rows. `cluster.load` starts the copies of
 //     this block's half of a tile, or of all of it if no other block needs that tile.
@@ -1178,10 +1203,11 @@ __device__ inline int quotient(int dividend, int divisor) {
   return static_cast<int>(__fdividef(dividend + 0.5f, static_cast<float>(divisor)));
 }
 
-// The producers of all clusters count their paces, of kSteps steps each, in one number, a
-// GridCount: a number in memory to which all blocks may add (an atomic). Who is more than one pace
-// ahead of the mean waits, but not for long: it only saves reads, and some clusters may not have
-// got a multiprocessor yet.
+// Keeps the clusters in step. A pace is kSteps steps. The producers of all clusters count their
+// paces in one number, a GridCount: a number in memory to which all blocks may add (an atomic). Who
+// is more than one pace ahead of the mean waits. For example, one of 64 clusters that has just made
+// its third pace waits until all together have made 2 * 64. But it looks only kPatience times.
+// Waiting only saves reads, and some clusters may not have got a multiprocessor yet.
 struct Pace {
   static constexpr int kSteps = 16, kPatience = 256;  // kPatience: how often to look
   unsigned* total;
@@ -1215,8 +1241,8 @@ struct Pace {
 // and after it. If `progress` is null, the clusters do not keep in step.
 template <int kStages, int kBuffers, int kGroup>
 __global__ void HOPPER_CLUSTER(2) __launch_bounds__(384, 1)
-    matmul_patches(const __grid_constant__ CUtensorMap A, const __grid_constant__ CUtensorMap B,
-                   const __grid_constant__ CUtensorMap C, int n, unsigned* progress) {
+    matmul_rasterized(const __grid_constant__ CUtensorMap A, const __grid_constant__ CUtensorMap B,
+                      const __grid_constant__ CUtensorMap C, int n, unsigned* progress) {
 #if HOPPER_CODE
   using Shared = PersistentShared<kStages, kBuffers>;
   constexpr int BM = Shared::BM, BN = Shared::BN;
@@ -1375,10 +1401,10 @@ void add_persistent(Problem& square, Buffer<half> A, Buffer<half> B, Buffer<half
       .hopper_only();
 
   allow_shared_bytes(matmul_clusters<kStages, kBuffers>, kBytes);
-  const auto patches = matmul_patches<kStages, kBuffers, kGroup>;
-  allow_shared_bytes(patches, kBytes);
+  const auto kernel = matmul_rasterized<kStages, kBuffers, kGroup>;
+  allow_shared_bytes(kernel, kBytes);
   const unsigned clusters =
-      persistent(int64_t{pairs.x} * pairs.y, resident_clusters(patches, 2, 384, kBytes));
+      persistent(int64_t{pairs.x} * pairs.y, resident_clusters(kernel, 2, 384, kBytes));
   square
       .kernel("clusters", Role::ours,
               [=] {
@@ -1391,8 +1417,8 @@ void add_persistent(Problem& square, Buffer<half> A, Buffer<half> B, Buffer<half
       .hopper_only();
 
   // What the tiles of a square of 256 kGroup rows and as many columns read.
-  const int64_t patch_bytes = int64_t{2 * 256 * kGroup * sizeof(half)} * n;
-  const bool in_step = patch_bytes > device.l2_bytes;
+  const int64_t square_bytes = int64_t{2 * 256 * kGroup * sizeof(half)} * n;
+  const bool in_step = square_bytes > device.l2_bytes;
   const auto progress = square.workspace<unsigned>(1);
   square
       .kernel("rasterization", Role::ours,
@@ -1400,7 +1426,7 @@ void add_persistent(Problem& square, Buffer<half> A, Buffer<half> B, Buffer<half
                 const CUtensorMap a = map_of(A, n, 128);
                 const CUtensorMap b = map_of(B, n, kStepK);
                 const CUtensorMap c = tensor_map<half>(C, n, n, 64);
-                matmul_patches<kStages, kBuffers, kGroup><<<2 * clusters, 384, kBytes>>>(
+                matmul_rasterized<kStages, kBuffers, kGroup><<<2 * clusters, 384, kBytes>>>(
                     a, b, c, n, in_step ? progress.data() : nullptr);
               })
       .needs_shared(kBytes)

@@ -82,22 +82,32 @@ __global__ void gating_simple(const __grid_constant__ GatingOperands in) {
 
 // ---- tensor cores -------------------------------------------------------------------------------
 
-// A block's tiles in shared memory: BM rows of x and out, BH columns of the weights and of out, BK
-// columns of x (rows of the weights) at a time: a slice of k. A warp has 16 kRows x 16 kCols
-// elements of out.
+// Read the kernel first: it is gating_tensor_cores, at the end of this section. Its loop is that of
+// lesson 3's *wmma shared*, with two right factors. GateTiles has the sizes and the copies,
+// GateSums what a warp holds in registers.
+
+// A block owns BM rows and BH columns of out. In a step, BK of k, it has a tile of x in shared
+// memory, BM x BK, and a tile of each weight, BK x BH. It consists of kWarpsM x kWarpsH warps, each
+// of which has 16 kRows x 16 kCols elements of out.
 template <int kBlockRows, int kBlockCols, int kDepth, int kWarpsM, int kWarpsH, bool kAligned_>
 struct GateTiles {
   static constexpr int BM = kBlockRows, BH = kBlockCols, BK = kDepth;
   static constexpr bool kAligned = kAligned_;  // K and H are multiples of 8
   static constexpr int kWarps = kWarpsM * kWarpsH, kThreads = 32 * kWarps;
   static constexpr int kRows = BM / kWarpsM / 16, kCols = BH / kWarpsH / 16;
-  // 8 fp16, or 4 or 8 fp32 numbers after each row: so rows start on different banks.
+  // In shared memory rows are longer than their data, so that they start in different banks: by 8
+  // numbers of fp16, or by 4 or 8 of fp32.
   static constexpr int kStrideX = BK + 8, kStrideW = BH + 8, kStrideBias = BH + 4;
   static constexpr int kStrideStaging = 16 * kCols + 8;
-  static constexpr int kTileX = BM * kStrideX, kTileW = BK * kStrideW;              // elements
-  static constexpr int kBiases = 16 * kStrideBias, kStaging = 16 * kStrideStaging;  // floats
-  // Bytes of a stage: x's tile and both weights'; of both biases; of all warps' stagings.
+  // A tile of x has kTileX numbers, and a tile of one weight has kTileW, in fp16. A stage is a tile
+  // of x and one of each weight.
+  static constexpr int kTileX = BM * kStrideX, kTileW = BK * kStrideW;
   static constexpr int kStageBytes = 2 * (kTileX + 2 * kTileW);
+  // One bias takes kBiases numbers in fp32, since its row is there 16 times. Each warp has a
+  // staging, kStaging numbers in fp32: the shared memory through which its results go, 16 rows at a
+  // time.
+  static constexpr int kBiases = 16 * kStrideBias, kStaging = 16 * kStrideStaging;
+  // Both biases, and the stagings of all warps.
   static constexpr int kBiasBytes = 4 * 2 * kBiases, kStagingBytes = 4 * kWarps * kStaging;
 
   // The first row and column of this thread's warp in the block's tile of out.
@@ -107,13 +117,14 @@ struct GateTiles {
   __device__ static void load_x(half* to, const GatingOperands& in, int row0, int k0) {
     copy_tile<BM, BK, kStrideX, kThreads, kAligned>(to, in.x, row0, k0, in.M, in.K);
   }
-  // W1's tile, and W2's after it.
+  // The tile of W1, and behind it that of W2.
   __device__ static void load_weights(half* to, const GatingOperands& in, int k0, int col0) {
     copy_tile<BK, BH, kStrideW, kThreads, kAligned>(to, in.W1, k0, col0, in.K, in.H);
     copy_tile<BK, BH, kStrideW, kThreads, kAligned>(to + kTileW, in.W2, k0, col0, in.K, in.H);
   }
-  // b1, then b2. WMMA can only load a whole fragment of 16 x 16, so the row of biases is repeated
-  // 16 times. Beyond H the last bias repeats.
+  // The sums start at the biases, so WMMA loads them as sums. It can only load whole matrices of 16
+  // x 16. So the row of b1 is repeated 16 times, and behind it that of b2. Beyond H the last bias
+  // repeats.
   __device__ static void load_biases(float* to, const GatingOperands& in, int col0) {
     for (int i = threadIdx.x; i < 16 * BH; i += kThreads) {
       const int at = i / BH * kStrideBias + i % BH, col = min(col0 + i % BH, in.H - 1);
@@ -123,13 +134,13 @@ struct GateTiles {
   }
 };
 
-// A warp's tile of out: both sums of each element.
+// What a warp holds of its tile of out: the two sums of each element, x W1 + b1 and x W2 + b2.
 template <class Tiles>
 struct GateSums {
   static constexpr int kRows = Tiles::kRows, kCols = Tiles::kCols;
   FragmentSum gate[kRows][kCols], value[kRows][kCols];
 
-  // The sums start at the biases.
+  // Loads the biases.
   __device__ explicit GateSums(const float* biases) {
     constexpr int kStride = Tiles::kStrideBias;
     const float *bias1 = biases + Tiles::col(), *bias2 = bias1 + Tiles::kBiases;
@@ -143,7 +154,7 @@ struct GateSums {
     }
   }
 
-  // Adds the products of a tile of x with tiles of both weights. A fragment of x serves both.
+  // Adds the products of a tile of x with tiles of both weights. What is loaded of x serves both.
   __device__ void add_products(const half* x_tile, const half* W_tiles) {
     constexpr int kStrideX = Tiles::kStrideX, kStrideW = Tiles::kStrideW;
     x_tile += Tiles::row() * kStrideX;
@@ -169,10 +180,11 @@ struct GateSums {
     }
   }
 
-  // out = sigmoid(gate) * value, for the block's tile at (row0, col0). Fragments of one type hold
-  // the same element at the same index, so gate and value combine without knowing which element
-  // that is. The store has to know it: 16 rows at a time go through the warp's staging,
-  // from where a thread takes 4 consecutive elements; 4 threads fill a 32-byte sector of out.
+  // Computes out = sigmoid(gate) * value, and stores it, for the block's tile at (row0, col0).
+  // Fragments of one type hold the same element of their matrices at the same index. So gate and
+  // value combine without knowing which element that is. The store has to know it. So 16 rows at a
+  // time go to the warp's staging, and from there a thread takes 4 neighbours of a row. Then 4
+  // threads fill a sector of 32 bytes of out.
   __device__ void finish(float* stagings, const GatingOperands& in, int row0, int col0) {
     constexpr int kWidth = 16 * kCols, kStride = Tiles::kStrideStaging;
     float* staging = stagings + threadIdx.x / 32 * Tiles::kStaging;
@@ -200,10 +212,11 @@ struct GateSums {
   }
 };
 
-// A block of GateTiles owns BM rows and BH columns of out, and both sums of each in registers. Per
-// step of BK it loads a tile of x once for both weights. The sums start at the biases. After the
-// last step comes the epilogue, what is done with the sums while they are in registers: here the
-// sigmoid, and the multiplication by it. The first thing to be written to memory is out.
+// A block keeps both sums of its elements of out in registers. They start at the biases. In each
+// step the block loads a tile of x, once for both weights, and adds the products with both. After
+// the last step comes the epilogue, which is what is done with the sums while they are in
+// registers: here the sigmoid, and the multiplication by it. The first thing to be written to
+// memory is out.
 template <class Tiles>
 __global__ void __launch_bounds__(Tiles::kThreads)
     gating_tensor_cores(const __grid_constant__ GatingOperands in) {
@@ -233,7 +246,8 @@ __global__ void __launch_bounds__(Tiles::kThreads)
 // The same, but with kStages stages in shared memory, as in lesson 2's *async*. A stage has room
 // for the tiles of one step, of x and of both weights. The tensor cores work on one stage while the
 // copies for the others are on their way, and a step needs one barrier, not two. (Here kStages is
-// 2: that is double buffering.) In the end the stagings take the place of the tiles.
+// 2: that is double buffering.) When all products are done, nobody needs the tiles any more, and
+// the stagings take their place.
 //
 // Tiles are larger, too: they have 128 rows, not 64. They have 64 of k, not 32, if K and H are
 // multiples of 8 and a block may have 96 KB of shared memory. So not all that is gained comes from
@@ -273,11 +287,14 @@ __global__ void __launch_bounds__(Tiles::kThreads)
 
 // ---- resident weights ---------------------------------------------------------------------------
 
-// The layer's weights are 32 KB: they fit into shared memory, next to several tiles of x. So as
-// many blocks as fit on the GPU at once stay there until the end. Each loads its BH columns of the
-// weights and biases once, then takes row tiles blockIdx.x, blockIdx.x + gridDim.x, ..., K columns
-// wide. While one is multiplied and written, the next ones arrive. Memory never waits for a block
-// to start or to end. K is at most BK: zeros fill the tiles up.
+// The layer's weights are 32 KB: they fit into shared memory, next to several tiles of x. So there
+// are only as many blocks as fit on the GPU at once, and they stay until the end. Each block loads
+// its BH columns of the weights and biases once. Then it takes one tile of x after the other, each
+// of BM rows and all K columns: tiles number blockIdx.x, blockIdx.x + gridDim.x and so on. So a
+// step is a whole tile of x here. While the block multiplies one tile and writes its results, the
+// next ones arrive.
+//
+// K is at most BK. If it is less, the copies fill the tiles up with zeros.
 template <class Tiles, int kStages>
 constexpr int kResidentBytes = Tiles::kBiasBytes + Tiles::kStagingBytes + Tiles::kStageBytes +
                                (kStages - 1) * Tiles::kTileX * 2;
@@ -291,7 +308,6 @@ __global__ void __launch_bounds__(Tiles::kThreads) gating_resident(GatingOperand
   half* x_tiles = W_tiles + 2 * Tiles::kTileW;
   const int col0 = blockIdx.y * Tiles::BH, tiles = (in.M + Tiles::BM - 1) / Tiles::BM;
   const auto stage_of = [&](int step) { return x_tiles + step % kStages * Tiles::kTileX; };
-  // A step is a whole tile of x here: the step-th tile of this block.
   const auto load_step = [&](int step) {
     const int64_t tile = blockIdx.x + static_cast<int64_t>(step) * gridDim.x;
     if (tile < tiles) {
@@ -334,14 +350,16 @@ __device__ inline float gated(float gate, float value) {
 }
 #endif
 
-// A Gate holds biases in registers: of 64 columns of out it has those that this thread needs. In a
-// Sum the elements 4 p to 4 p + 3 of a thread are in two neighbouring columns: two of them in one
-// row, and two in the row 8 rows below. For example, elements 0 and 1 of thread 0 are in row 0 and
-// the columns 0 and 1, elements 2 and 3 in row 8 and the same columns. So these four elements need
-// one pair of biases, pair p. The next four are 8 columns further on, so that 64 columns are eight
-// pairs. If out ends within these 64 columns, only the first `cols` of them exist. `cols` is even,
-// so a pair exists or it does not. A pair beyond the end gets the last two biases. Its results are
-// never stored.
+// A Gate holds in registers those biases of 64 columns of out that this thread needs. Which are
+// they? In a Sum the elements 4 p to 4 p + 3 of a thread are in two neighbouring columns: two of
+// them in one row, and two in the row 8 rows below. For example, elements 0 and 1 of thread 0 are
+// in row 0 and the columns 0 and 1, elements 2 and 3 in row 8 and the same columns. So these four
+// elements need one pair of biases, pair p. The next four are 8 columns further on, so that 64
+// columns are eight pairs.
+//
+// If out ends within these 64 columns, only the first `cols` of them exist. `cols` is even, so a
+// pair exists or it does not. A pair beyond the end gets the last two biases. Its results are never
+// stored.
 struct Gate {
 #if HOPPER_CODE
   half2 b1[8], b2[8];
@@ -373,21 +391,23 @@ struct Gate {
 #endif
 };
 
-// Weights stay, as in "resident weights". There a block does one thing after the other: products,
-// sigmoids, stores. Here it is specialized (warp specialization, lesson 3): one warpgroup is the
-// producer, and one thread of it does nothing but start copies. Four warpgroups are consumers, each
-// at a point of its own: while one waits for its products, another computes sigmoids, and a third
-// waits for its tile.
+// The weights stay, as in *resident weights*. There a block does one thing after the other:
+// products, sigmoids, stores. Here its warps have different tasks (lesson 3's *warp
+// specialization*). One warpgroup is the producer, and one thread of it does nothing but start
+// copies. Four warpgroups are consumers, each at a point of its own: while one waits for its
+// products, another computes sigmoids, and a third waits for its tile.
 //
 // A block's 64 columns of W1, and the same columns of W2, stay in shared memory next to each other,
 // as one right factor of 128 columns. So one wgmma gives both sums: gates in the left half of a
 // thread's registers, values in the right half.
 //
-// A tile is 64 rows of x, K columns wide. The block takes tiles blockIdx.x, blockIdx.x + gridDim.x,
-// and so on; consumer c takes every fourth of these, from the c-th on. The tiles go through one
-// pipeline, whose number of stages is a multiple of four: a stage always belongs to the same
-// consumer, which alone gives it back. K is at most 64 kSteps. Where a box reaches beyond its
-// matrix, the copy engine loads zeros from there, and stores nothing there.
+// A tile is 64 rows of x, K columns wide. The block takes tiles blockIdx.x, blockIdx.x + gridDim.x
+// and so on, and its consumers take these in turn. For example, with 132 blocks block 5 has the
+// tiles 5, 137, 269, 401, 533 and so on. Consumers 0 to 3 take the first four of them, and consumer
+// 0 takes tile 533. The tiles go through one pipeline, whose number of stages is a multiple of
+// four. So a stage always belongs to the same consumer, which alone gives it back. K is at most 64
+// kSteps. Where a box reaches beyond its matrix, the copy engine loads zeros from there, and stores
+// nothing there.
 struct ResidentShared {
   static constexpr int kConsumers = 4, kStages = 8, kSteps = 2;
   static constexpr int kMaxChannels = kSteps * kStepK;
@@ -488,14 +508,23 @@ __global__ void __launch_bounds__(kResidentThreads, 1)
 
 // ---- clusters -----------------------------------------------------------------------------------
 
-// Lesson 3's *rasterization* with another epilogue: 128 x 256 tiles in clusters of two blocks, one
-// below the other. K and H are multiples of 8. To fuse takes two changes. The right factor is W1
-// and W2 side by side: half of a tile's columns are of W1, and the same columns of W2 are the other
-// half. So a consumer's sum of 64 x 256 is two sums of 64 x 128, gate and value of an element in
-// one thread. Both blocks need the same tile of this factor: one brings W1's half and the other
-// W2's. And what is stored is the gated result, which has half as many columns: 64 x 128 of
-// each consumer, in two boxes. That leaves room for four stages. (Here clusters need not keep in
-// step.)
+// Lesson 3's *rasterization* with two weights and another epilogue. As there, two blocks are a
+// cluster: they run at the same time, and one copy can arrive in the shared memory of both. Their
+// tiles of out, 128 x 128 each, lie one below the other. So each block has rows of x of its own,
+// and both need the same columns of the weights. K and H are multiples of 8. Two things are new:
+//
+//   - The right factor is W1 and W2 side by side: 128 columns of W1, and the same 128 columns of
+//     W2. These are four boxes of 64 columns. Each block copies two of them, for both blocks:
+//
+//         | W1: boxes 0 and 1        | W2: boxes 2 and 3        |
+//         | block 0 copies them      | block 1 copies them      |
+//
+//     So a consumer's sum of 64 x 256 is two sums of 64 x 128, and one thread has both the gate and
+//     the value of an element.
+//   - What is stored is the gated result. It has half as many columns as the sum, so each consumer
+//     stores 64 x 128 numbers, in two boxes. That leaves room for four stages.
+//
+// (Lesson 3's Pace is left out.)
 struct ClusterShared {
   static constexpr int BM = 128, BH = 128, kStages = 4;  // of out; twice as many columns of the sum
   struct Stage {
@@ -522,7 +551,8 @@ __global__ void HOPPER_CLUSTER(2) __launch_bounds__(kClusterThreads, 1)
   const BlockGrid<2, 1> cluster;
   const int steps = (in.K + kStepK - 1) / kStepK;
   // A tile of a cluster has 2 BM rows and BH columns of out. Tiles are taken in groups of kGroup
-  // rows of tiles, and within a group column by column.
+  // rows of tiles, and within a group column by column. place() returns where this block's part of
+  // a tile begins in out: y is its first row, x its first column.
   const int tile_rows = (in.M + 2 * BM - 1) / (2 * BM), tile_cols = (in.H + BH - 1) / BH;
   const int tiles = tile_rows * tile_cols, clusters = cluster.clusters;
   const auto place = [&](int tile) {

@@ -151,8 +151,8 @@ __device__ unsigned neighbours(const bf16* at) {
 // In the registers this left factor is multiplied by mass, although the formula has mass beside x.
 // That is the same: basis^T (mass * x) is (mass * basis)^T x, since in both the term of vertex v is
 // multiplied by mass[v]. Which mass does a register need? In basis^T a row is an eigenvector, and a
-// column is a vertex. A fragment has 16 rows and 16 columns, and each of a lane's four registers
-// holds two neighbours of a row, so two vertices. With first = 2 * (lane % 4) they are:
+// column is a vertex. The left factor of one mma.sync is 16 x 16, and each of a lane's four
+// registers holds two neighbours of a row, so two vertices. With first = 2 * (lane % 4) they are:
 //
 //     a[0]   eigenvector lane / 4        vertices first and first + 1
 //     a[1]   eigenvector lane / 4 + 8    vertices first and first + 1
@@ -1109,8 +1109,9 @@ __device__ __forceinline__ void damp_spectrum(const BlockWork& work, SpectrumSha
 }
 
 // Second product, over the same tiles in reverse. One consumer takes the stages with an even
-// number, and the other one those with an odd number. So each sees all rounds of its own stages. (A
-// barrier tells only the parity of a round. Who misses a round could mistake another one for it.)
+// number, and the other one those with an odd number. So each sees all phases of its own stages'
+// barriers. (A barrier tells only the parity of a phase. Who misses a phase could mistake another
+// one for it.)
 template <Pass kPass, class Reader>
 __device__ __forceinline__ void expand(const BlockWork& work, Reader reader) {
   auto& shared = work.shared;

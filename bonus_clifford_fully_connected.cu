@@ -11,7 +11,7 @@
 // features: the fully connected layer of a Clifford network. Its 20 triples in 3-D (10 in 2-D) make
 // 44 planes P (14), each (batch, features), and each plane is the left operand of a product.
 //
-// In the plane, whose table lesson 10 has, e1 of z is four products of matrices, one for each place
+// For n = 2, whose table lesson 10 has, e1 of z is four products of matrices, one for each place
 // in which the table has e1:
 //
 //     z_e1 = (x'_1 y'_e1) w[0,1,1] + (x'_e1 y'_1) w[1,1,0]

@@ -25,7 +25,7 @@ LADDERS = {
     "3_matmul_tensorcore": [
         "matmul_wmma_global", "matmul_wmma_shared", "matmul_ldmatrix", "matmul_stages", "matmul_lean",
         "matmul_mma", "matmul_wgmma", "matmul_specialized", "matmul_persistent", "matmul_clusters",
-        "matmul_patches",
+        "matmul_rasterized",
     ],
     "6_gating_fused": [
         "gating_simple", "gating_tensor_cores", "gating_async", "gating_resident",

@@ -44,7 +44,7 @@ struct Tiles {
   alignas(16) T right[2][kTile * kStride];
 };
 
-// A warp's 16 x 32 sums, as four fragments of 16 x 8. A thread has 2 x 8 of them: (row(i), col(j))
+// A warp's 16 x 32 sums, as four matrices of 16 x 8. A thread has 2 x 8 of them: (row(i), col(j))
 // for its lane; the four lanes of a row are neighbours.
 struct Sums {
   float v[4][4] = {};

@@ -248,7 +248,7 @@ EXERCISES = [
         "fragment", TENSOR_CORES, "which element of the result does a lane hold?",
         "swizzled tiles", ("136",),
         (Cut("PairPlace place_of_pair(", "const int row =", "const int col =", """\
-  // TODO: in which row of the 16 x 8 fragment are the lane's elements 0 and 1, and in which column
+  // TODO: in which row of the 16 x 8 matrix are the lane's elements 0 and 1, and in which column
   // is element 0?
   const int row = 0;
   const int col = 0;

@@ -1,8 +1,8 @@
 // Copies from global to shared memory that run while the thread goes on: cp.async.
 //
-// A thread starts copies, closes a group of them with copy_async_commit(), and later waits until
-// all but the newest groups have landed. The wait is for this thread's own copies: a barrier has to
-// follow before other threads read them. Below compute capability 8.0 the same calls copy at once.
+// A thread starts copies, closes a group of them by copy_async_commit(), and later waits until all
+// but its newest groups have arrived. It waits for its own copies only: a barrier has to follow
+// before other threads read them. Below compute capability 8.0 the same calls copy at once.
 #pragma once
 
 #include <cuda_fp16.h>
@@ -85,12 +85,12 @@ __device__ CopiesAhead<kStages, Copy> copies_ahead(const Copy& copy) {
 }
 
 /// Copies a tile of kRows x kCols of the matrix `from` (row-major, rows x cols), from (row0, col0)
-/// on, to shared memory. There its rows are kStride halves apart. What is outside of the matrix
+/// on, to shared memory. There its rows are kStride elements apart. What is outside of the matrix
 /// becomes zero. All kThreads threads of the block call it. With kAligned (cols is a multiple of 8)
-/// it starts copy_async's, 16 bytes at a time. Otherwise it copies at once, element by element.
+/// it only starts copies, of 16 bytes each. Otherwise it copies at once, element by element.
 template <int kRows, int kCols, int kStride, int kThreads, bool kAligned>
 __device__ void copy_tile(half* to, const half* from, int row0, int col0, int rows, int cols) {
-  constexpr int kWidth = kAligned ? 8 : 1;  // halves per copy
+  constexpr int kWidth = kAligned ? 8 : 1;  // elements per copy
 #pragma unroll
   for (int i = threadIdx.x; i < kRows * kCols / kWidth; i += kThreads) {
     const int row = i / (kCols / kWidth), col = i % (kCols / kWidth) * kWidth;

@@ -1,7 +1,7 @@
-// How host functions of primitives/ and operators/ say that a call failed: by an exception, which
-// whoever calls them turns into what his program does then. A lesson's table says so in the row
-// that was launched; while rows are planned, the lesson ends with one line and exit code 3. And how
-// they ask the driver what it may have answered before.
+// How host functions of primitives/ and operators/ say that a call failed: they throw an Error. If
+// a launch fails, a lesson's table says so in its row. If planning a row fails, the lesson ends
+// with one line and exit code 3. And how these functions ask the driver what it may have answered
+// before.
 #pragma once
 
 #include <cuda_runtime.h>

@@ -1,8 +1,8 @@
 // Programmatic dependent launch, from compute capability 9.0 on. Between two kernels of a stream a
 // microsecond or so passes. It shrinks if the blocks of the second kernel take their places while
 // those of the first one end. CUDA Programming Guide, "Programmatic Dependent Launch and
-// Synchronization". (Not every kernel gains. Blocks that would have been spread evenly over the GPU
-// take what places there are.)
+// Synchronization". (Not every kernel gains. Blocks that start early take the places that are free
+// just then, so they may be spread less evenly over the GPU.)
 #pragma once
 
 #include <cuda_runtime.h>
@@ -22,7 +22,8 @@ bool has_clusters(Kernel* kernel) {
   });
 }
 
-/// How many blocks are launched. On the CPU the line of the launch is in it, for messages.
+/// How many blocks are launched. On the CPU backend it also knows which line of the source launches
+/// them, for messages.
 #ifdef CUDA_CPU
 using Blocks = cuda_cpu::BlocksAt;
 #else

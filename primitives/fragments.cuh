@@ -1,6 +1,6 @@
-// The words of a portable kernel: how fragments of factors come from swizzled tiles in shared
-// memory to the registers of a warp, how they are multiplied, and how the sums get back. The
-// instructions below these words are in primitives/mma.cuh; Hopper's words are in
+// The words of kernels that do not need Hopper. A warp loads the fragments of both factors from
+// swizzled tiles in shared memory to its registers, multiplies them, and writes the sums back. The
+// instructions below these words are in primitives/mma.cuh. Hopper's words are in
 // primitives/hopper/tiles.cuh.
 //
 // All of these functions are for a whole warp. "A tile with kCols columns" is swizzled, as
@@ -13,7 +13,7 @@
 
 namespace primitives {
 
-/// A warp's kRows x kCols results: the part of one lane, as mma_m16n8k16 leaves it.
+/// What one lane holds of a warp's kRows x kCols sums, as mma_m16n8k16 leaves it.
 template <int kRows, int kCols>
 using Sums = float[kRows / 16][kCols / 8][4];
 
@@ -86,8 +86,9 @@ __device__ inline void negate(unsigned (&negative)[kCount][4], const unsigned (&
 }
 
 /// A lane's results are pairs of neighbours in a row. Pair (i, j) is in row 8 i + lane / 4, columns
-/// 8 j + 2 (lane % 4) and the next one. pair_of() returns it, pair_in() says where it lies in a
-/// tile in which the warp's results begin at (row, col).
+/// 8 j + 2 (lane % 4) and the next one. pair_of() returns it. pair_in() returns where it lies in a
+/// tile, if the warp's results begin at (row, col) of the tile. unpack2() makes two floats of a
+/// pair of bf16.
 template <int kRows, int kCols>
 __device__ inline float2 pair_of(const float (&sum)[kRows][kCols][4], int i, int j) {
   return make_float2(sum[i / 2][j][i % 2 * 2], sum[i / 2][j][i % 2 * 2 + 1]);

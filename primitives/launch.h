@@ -29,7 +29,7 @@ inline int device_attribute(cudaDeviceAttr attribute) {
   return value;
 }
 
-/// The same for an attribute that each call asks for: it is found once a device.
+/// The same for an attribute that is needed often. The driver is asked once for each device.
 template <cudaDeviceAttr kAttribute>
 int device_fact() {
   constexpr int kMostDevices = 64;
@@ -67,7 +67,7 @@ void allow_shared_bytes(Kernel* kernel, int bytes) {
   if (bytes > most_shared_bytes()) return;
   const struct {
     const void* kernel;
-    int64_t attribute;  // so that it is no other question about the kernel
+    int64_t attribute;  // other questions about the kernel have other ones
   } question = {reinterpret_cast<const void*>(kernel), cudaFuncAttributeMaxDynamicSharedMemorySize};
   answer_to<bool>(question, [&] {
     cudaFuncAttributes own;  // what the kernel declares itself is no part of what is set
@@ -79,8 +79,8 @@ void allow_shared_bytes(Kernel* kernel, int bytes) {
   });
 }
 
-/// The grid of a kernel whose blocks stay: how many of them the device holds at once. One for each
-/// multiprocessor where none fits: the launch then fails, and says why.
+/// How many blocks of a kernel the device holds at once: the grid of a kernel whose blocks stay. If
+/// none fits, it is one block for each multiprocessor. The launch then fails, and says why.
 template <typename Kernel>
 int resident_blocks(Kernel* kernel, int threads, size_t shared_bytes) {
   int per_multiprocessor = 0;

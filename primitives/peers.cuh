@@ -10,6 +10,7 @@
 
 namespace primitives {
 
+/// A number that threads of all GPUs, and of the host, may access at the same time (an atomic).
 template <typename T>
 using AtSystem = cuda::atomic_ref<T, cuda::thread_scope_system>;
 
@@ -44,6 +45,7 @@ __device__ inline float4 empty_quad() {
   return make_float4(nothing, nothing, nothing, nothing);
 }
 
+/// Whether all four numbers have come.
 __device__ inline bool is_whole(const float4& quad) {
   return __float_as_uint(quad.x) != kNothing && __float_as_uint(quad.y) != kNothing &&
          __float_as_uint(quad.z) != kNothing && __float_as_uint(quad.w) != kNothing;
@@ -71,6 +73,7 @@ __device__ inline float4 look_at_quad(float4* from) {
   return quad;
 }
 
+/// Stores four numbers for look_at_quad() on another GPU.
 __device__ inline void send_quad(float4* to, const float4& quad) {
 #ifdef CUDA_CPU
   const float from[] = {quad.x, quad.y, quad.z, quad.w};

@@ -47,7 +47,8 @@ struct Spin {
 #endif
 };
 
-/// A word in memory that blocks of a launch count in, or set to 1.
+/// A number in memory in which the blocks of a launch count, or which they set to 1. Its operations
+/// are atomic, with the memory orders of std::atomic, among all threads of the GPU.
 using GridCount = cuda::atomic_ref<unsigned, cuda::thread_scope_device>;
 
 /// Waits until the count is at least `least`. Then this thread can read what the threads that

@@ -8,8 +8,9 @@
 
 namespace primitives {
 
-/// A matrix that the lanes of a warp hold together, in a layout that the interface does not tell: a
-/// warp loads fragments, multiplies them, and stores them.
+/// What a lane holds of a matrix of 16 x 16: of a left factor, a right factor, and sums. The
+/// interface does not tell which elements these are. All lanes of a warp together load such a
+/// matrix, multiply two of them, or store one.
 namespace wmma = nvcuda::wmma;
 using FragmentA = wmma::fragment<wmma::matrix_a, 16, 16, 16, half, wmma::row_major>;
 using FragmentB = wmma::fragment<wmma::matrix_b, 16, 16, 16, half, wmma::row_major>;
@@ -37,10 +38,12 @@ __device__ inline void store_halves(half* matrix, int row, int col, int rows, in
   }
 }
 
-/// The sums are fp32 and the result is fp16. To round a sum a lane has to know which elements it
-/// has, and WMMA does not say that. So a warp stores a fragment to `staging`, its own 16 rows of
-/// shared memory, from where each lane takes 8 elements in a row, and rounds these.
-inline constexpr int kStagingStride = 20;  // floats: 16, and 4 that shift rows to different banks
+/// Rounds a warp's 16 x 16 sums to fp16, and stores them from (row0, col0) of a matrix on. For that
+/// a lane has to know which elements it has, and WMMA does not say that. So the warp first stores
+/// its sums to `staging`, its own 16 rows of shared memory. From there each lane takes 8 neighbours
+/// of a row, and rounds these.
+inline constexpr int kStagingStride =
+    20;  // floats: 16 numbers of a row, and 4 that shift the next row to other banks
 template <bool kAligned>
 __device__ inline void store_rounded(half* matrix, int row0, int col0, int rows, int cols,
                                      const FragmentSum& sum, float* staging) {

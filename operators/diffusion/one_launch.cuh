@@ -534,7 +534,7 @@ __device__ __forceinline__ void damp_spectrum(const Work& work, SpectrumShare<Wo
 }
 
 /// Second product, over the same tiles in reverse. A consumer takes every other stage, always the
-/// even ones or always the odd ones, so that it sees all rounds of its own stages.
+/// even ones or always the odd ones, so that it sees all phases of their barriers.
 template <Pass kPass, typename Work, class Reader>
 __device__ __forceinline__ void expand(const Work& work, Reader reader) {
   auto& shared = work.shared;

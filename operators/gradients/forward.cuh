@@ -100,8 +100,8 @@ struct HopperForward {
 // registers, serve all columns, so that its stage is free again early.
 //
 // A segment fills one stage. With E = 256 a tile has two segments and fills both stages, so every
-// second round of a stage is the other consumer's. But a barrier only shows whether its round is
-// odd or even, and a consumer that skips a round could take an old one for a new one. Hence
+// second phase of a stage is the other consumer's. But a barrier only shows whether its phase is
+// odd or even, and a consumer that skips a phase could take an old one for a new one. Hence
 // barriers do not belong to stages. Two tiles, one for each consumer, have four segments, and each
 // of these four *turns* has barriers of its own, at which only one consumer waits: tile 0 has turns
 // 0 and 1, tile 1 turns 2 and 3, tile 2 turns 0 and 1 again. Turns 0 and 2 fill stage 0, turns 1

@@ -160,7 +160,7 @@ struct ExchangeMemory {
             workspace.alone ? static_cast<size_t>(multiprocessors()) * 192 * 256 : 1)),
         l2_bytes(device_attribute(cudaDevAttrL2CacheSize)) {}
 
-  /// Clusters keep in step where the L2 cache does not hold what a patch of 2048 rows and as many
+  /// Clusters keep in step where the L2 cache does not hold what a square of 2048 rows and as many
   /// columns reads. (They wait for each other only so long, whether all of them run or not.)
   /// `split`: tiles are shared. What a launch does not need it does not ask for: zeros would have
   /// to be written.

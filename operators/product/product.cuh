@@ -227,8 +227,8 @@ struct Schedule {
     int row, col;
   };
   /// Where the tile of block (stack, side) starts in the cluster's tile number `tile`: tiles go in
-  /// groups of rows of tiles, column by column, so that those of one time form about a square patch
-  /// of C; every other group from the right.
+  /// groups of rows of tiles, column by column, so that those of one time form about a square of
+  /// C; every other group from the right.
   __device__ Place place(int tile, int stack, int side) const {
     const int group = quotient(tile, kGroup * tile_cols);
     const int within = tile - group * kGroup * tile_cols;

@@ -55,7 +55,7 @@ struct Tile {
 // Along a row they come in runs of kRun neighbours. kLanesPerRow consecutive lanes share a row.
 template <class Tile>
 struct TileSums {
-  // Tensor cores: fragments of 16 x 8, see mma.cuh. CUDA cores: the lanes of a warp stand 4 x 8.
+  // Tensor cores: matrices of 16 x 8, see mma.cuh. CUDA cores: the lanes of a warp stand 4 x 8.
   static constexpr bool kTensor = Tile::kTensor;
   static constexpr int kOwnRows = kTensor ? Tile::kRows / 8 : Tile::kRows / 4;
   static constexpr int kOwnCols = kTensor ? Tile::kCols / 4 : Tile::kCols / 8;

@@ -33,7 +33,7 @@ struct Ring {
 
 /// The way back from where a Ring is. It begins with the stage that the Ring came to last, and goes
 /// to the one before, and so on. When it has passed all stages it goes on in this order, in the
-/// stages' next rounds.
+/// stages' next laps.
 struct BackRing {
   int count, stage, parity;
   __device__ explicit BackRing(const Ring& from)
@@ -53,6 +53,7 @@ __device__ inline uint32_t shared_address(const void* pointer) {
   return static_cast<uint32_t>(__cvta_generic_to_shared(pointer));
 }
 
+/// Prepares a barrier. Each of its phases waits for `count` arrivals.
 __device__ inline void barrier_init(Barrier* barrier, int count) {
   asm volatile("mbarrier.init.shared::cta.b64 [%0], %1;" ::"r"(shared_address(barrier)),
                "r"(count));
@@ -64,6 +65,7 @@ __device__ inline void barrier_init_fence() {
   asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
 }
 
+/// Arrives at a barrier of this block, and does not wait.
 __device__ inline void barrier_arrive(Barrier* barrier) {
   asm volatile("mbarrier.arrive.shared::cta.b64 _, [%0];" ::"r"(shared_address(barrier))
                : "memory");

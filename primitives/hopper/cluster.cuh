@@ -101,6 +101,7 @@ __device__ inline bool elect_one() {
   return chosen != 0;
 }
 
+/// The number of this block in its cluster, from 0 on.
 __device__ inline int cluster_rank() {
   int rank;
   asm volatile("mov.u32 %0, %%cluster_ctarank;" : "=r"(rank));

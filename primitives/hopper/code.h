@@ -9,14 +9,15 @@
 #define HOPPER_CODE 0
 #endif
 
-// The same for what is of a cluster, which later architectures have, too.
+// The same for the instructions of clusters, which later architectures have, too.
 #if (defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 900) || defined(CUDA_CPU)
 #define CLUSTER_CODE 1
 #else
 #define CLUSTER_CODE 0
 #endif
 
-/// On a kernel: its blocks come in clusters of `blocks`, where the architecture has clusters.
+/// Stands on a kernel whose blocks come in clusters of `blocks`, where the architecture has
+/// clusters.
 #if defined(__CUDA_ARCH__) && __CUDA_ARCH__ < 900
 #define HOPPER_CLUSTER(blocks)
 #else

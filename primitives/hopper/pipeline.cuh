@@ -1,5 +1,5 @@
-// A pipeline: stages in shared memory, which one thread fills and warpgroups empty, round after
-// round. docs/hopper.md draws it. Each stage has two barriers:
+// A pipeline: stages in shared memory, which one thread fills and warpgroups empty, again and
+// again. docs/hopper.md draws it. Each stage has two barriers:
 //   - `full`: the thread that fills the stage announces how many bytes will come. The phase is over
 //     when the copy engine has brought them.
 //   - `empty`: the phase is over when all who read the stage have given it back.
@@ -47,9 +47,9 @@ namespace primitives {
 ///
 /// Usually a turn is a stage: turns come one after the other, again and again, and each has two
 /// barriers. Why is there another word? Two readers may take stages alternately. Then each of them
-/// skips some rounds of a stage, and since a barrier has only two parities, it could mistake one
-/// round for another. In that case there are more turns than stages. Each turn has barriers of its
-/// own, and turn t fills stage t % kStages: that is stage(turn).
+/// skips some phases of a stage's barrier, and since it tells a barrier only the parity, it could
+/// mistake one phase for another. In that case there are more turns than stages. Each turn has
+/// barriers of its own, and turn t fills stage t % kStages: that is stage(turn).
 ///
 /// For example, there are two stages, and each reader takes two steps at a time: one takes steps 0,
 /// 1, 4, 5, and the other one takes steps 2, 3, 6, 7. In stage 0 the first reader waits for step 0
@@ -149,7 +149,7 @@ struct Writer {
 
   __device__ explicit Writer(Pipe& of, bool first_is_filled = false)
       : pipe(of), ring{of.turns()}, filled(first_is_filled), oldest_{of.turns()} {}
-  /// What back() returns. Its first turn is the next round of the stage that was filled last.
+  /// What back() returns. It first fills the stage again that was filled last.
   __device__ explicit Writer(const Writer<Pipe>& back_from) requires std::is_same_v<Order, BackRing>
       : pipe(back_from.pipe), ring(back_from.ring), oldest_{back_from.pipe.turns()} {
     ring.parity ^= 1;
@@ -203,7 +203,7 @@ struct Writer {
   Ring oldest_;    // with more turns than stages: the oldest turn that has not been given back
   int taken_ = 0;  // stages that such turns have
 
-  /// On a new barrier parity 1 is over: the first time round nobody waits.
+  /// On a new barrier parity 1 is over: in the first lap nobody waits.
   __device__ __forceinline__ void wait_for_next() {
     if constexpr (Pipe::kTurns == Pipe::kStages) {
       barrier_wait(&pipe.empty[ring.stage], ring.parity ^ 1);

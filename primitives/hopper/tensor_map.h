@@ -24,6 +24,8 @@ namespace primitives {
 /// costs up to 10 % of a product's time. For a matrix that is only written it means nothing.
 enum class Reads { once, often };
 
+/// Has the driver make a tensor map of `rank` dimensions, the innermost first. strides[i] says how
+/// many bytes lie between neighbours in dimension i + 1.
 template <typename T>
 CUtensorMap encode_tensor_map(const T* tensor, unsigned rank, const cuuint64_t* extents,
                               const cuuint64_t* strides, const cuuint32_t* box,
@@ -79,14 +81,17 @@ CUtensorMap encode_tensor_map(const T* tensor, unsigned rank, const cuuint64_t* 
 }
 
 /// Describes a row-major matrix (rows, cols) of half, __nv_bfloat16, float or __nv_fp8_e4m3 to the
-/// copy engine, which moves boxes of `box_rows` (at most 256) rows by 128 bytes to or from shared
-/// memory: 64 columns, of float 32, of __nv_fp8_e4m3 128. There the box is dense, 128 bytes a row,
-/// and swizzled by address: if it starts at a multiple of 1024 bytes, the 16-byte piece p of row r
-/// lies at piece p ^ (r % 8), as wgmma and swizzled() expect it; from another multiple of 128 on,
-/// as if it were a later part of such a box. What a box reads outside of the matrix becomes zero;
-/// what it writes there is dropped. `matrix` must be aligned to 16 bytes, and so must its rows,
-/// `row_stride` elements apart (0: `cols`), and the first column of each box. With `to_tf32`,
-/// floats are rounded to TF32 on the way. CUDA Driver API, "Tensor Map Object Management".
+/// copy engine. The engine moves boxes of `box_rows` (at most 256) rows by 128 bytes to or from
+/// shared memory. These are 64 columns with elements of 2 bytes, 32 with 4 bytes and 128 with 1
+/// byte. `row_stride` says how many elements a row begins after the one above it; 0 means `cols`.
+/// The matrix, its rows and the first column of each box have to be aligned to 16 bytes. What a box
+/// reads outside of the matrix becomes zero, and what it writes there is dropped. With `to_tf32`,
+/// floats are rounded to TF32 on the way.
+///
+/// In shared memory each row of a box takes 128 bytes, without gaps, and is swizzled: piece p of
+/// row r, 16 bytes, lies at place p ^ (r % 8), as wgmma and swizzled() expect it. Here r counts
+/// from a multiple of 1024 bytes on. So a box that begins at another multiple of 128 lies as a
+/// later part of a larger box would.
 template <typename T>
 CUtensorMap tensor_map(const T* matrix, int64_t rows, int64_t cols, unsigned box_rows,
                        bool to_tf32 = false, int64_t row_stride = 0, Reads reads = Reads::once) {
@@ -98,7 +103,8 @@ CUtensorMap tensor_map(const T* matrix, int64_t rows, int64_t cols, unsigned box
                            reads);
 }
 
-/// The same for a vector of `count` elements, moved `box` at a time, without a swizzle.
+/// The same for a vector of `count` elements. `box` of them are moved at a time, and nothing is
+/// swizzled.
 template <typename T>
 CUtensorMap tensor_map(const T* vector, int64_t count, cuuint32_t box = 64) {
   const cuuint64_t extent = static_cast<cuuint64_t>(count);

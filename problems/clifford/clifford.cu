@@ -21,7 +21,7 @@ constexpr double kEpsilon = 1e-6;
 constexpr int kMaxBlades = 32;
 constexpr double kStep = 1e-5;             // of a central difference, before norm_amplification
 const double kDeviation = std::sqrt(3.0);  // scale of numbers of variance 1, as after a norm
-constexpr double kTurn = 0.2;              // angle, rapidity or distance in each plane
+constexpr double kTurn = 0.2;              // angle, rapidity or distance, of two vectors
 
 using fp64::blocks, fp64::direction, fp64::gate, fp64::gate_slope, fp64::kThreads, fp64::OnDevice;
 using Term = CliffordReference::Term;
@@ -227,7 +227,7 @@ constexpr double kRoundings = 16 * kRoundoffFp32;
 // are about Gaussian, is below d with a probability of at most (d sqrt(e))^m: the tail of the chi
 // distribution. Among `batch` rows that happens once in a million runs for the d below. Where d is
 // small, which is where there are few features, rows are drawn again: see draw_rows_again().
-int CliffordShape::stretching_planes() const { return p * q + r * (p + q); }
+int CliffordShape::stretching_pairs() const { return p * q + r * (p + q); }
 
 constexpr double kMostAmplified = 4;
 double CliffordShape::norm_amplification() const {
@@ -271,9 +271,9 @@ double CliffordShape::weight_gradient_tolerance() const {
 
 // Rounding the turned inputs is an error of both factors of each term. A boost by a rapidity of t
 // multiplies a coefficient of a vector by at most e^t, and a blade turns as the product of its
-// vectors: each plane that boosts counts twice, for x and for y.
+// vectors: each two vectors that boost count twice, for x and for y.
 double CliffordReference::turned_tolerance() const {
-  const double stretched = std::exp(2 * kTurn * shape_.stretching_planes());
+  const double stretched = std::exp(2 * kTurn * shape_.stretching_pairs());
   if (shape_.connected) return stretched * shape_.tolerance();
   return stretched * shape_.norm_amplification() *
          dot_tolerance(shape_.blades(), kRoundoffFp32, kRoundings, kRoundoffFp32);
@@ -597,7 +597,7 @@ CliffordTables::CliffordTables(Lesson& lesson, int p, int q, int r, int triples,
     : lesson_(lesson) {
   if (const bool normed = !lesson.flag("--no-norm");
       normed && lesson.flag("--turned") &&
-      CliffordShape{p, q, r, 1, 1, normed}.stretching_planes() > 0) {
+      CliffordShape{p, q, r, 1, 1, normed}.stretching_pairs() > 0) {
     fail(kBadUsage,
          "--turned needs --no-norm in Cl(%d,%d,%d): the norm is a sum of squares, which rotations "
          "leave alone, but not boosts and translations",

@@ -47,7 +47,7 @@ struct CliffordShape {
   /// How much an error of z can grow, relatively, when a row is divided by its rms.
   double norm_amplification() const;
   /// Of two basis vectors, in which turning is no rotation, but a boost or a translation.
-  int stretching_planes() const;
+  int stretching_pairs() const;
   /// So few that it would be large if rows were taken as they come.
   bool few_features() const;
 
@@ -89,8 +89,8 @@ class CliffordReference {
   /// Draws other x and y for rows that the norm would make inaccurate, and other d_out.
   void draw_rows_again(float* x, float* y, const float* w, float* d_out = nullptr) const;
 
-  /// Replaces x by R x ~R (~: reversed), R a product of a rotation, boost or translation in each
-  /// plane of two basis vectors.
+  /// Replaces x by R x ~R (~: reversed), R a product of a rotation, boost or translation for
+  /// each two basis vectors.
   void turn(float* x) const;
   void turn(double* x) const;
   /// Bound on the relative Frobenius error of a product of turned inputs: these are rounded, and a
