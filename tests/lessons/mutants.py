@@ -192,8 +192,6 @@ BARRIERS = [
     (MATMUL, "stream-K", "void add(", 1, SHARED_TILES),
     (MATMUL, "stream-K", "matmul_stream_k(", 1, ("300",)),
     (PRODUCT, "operator", "void multiply_fp32_steps(", 1, SMALL_PRODUCT),
-    (PRODUCT, "operator", "void give(", 1, SHARED_PRODUCT),
-    (PRODUCT, "operator", "void add(", 1, SHARED_PRODUCT),
     (PRODUCT, "operator", "fp32_product(Fp32Operands", 1, SHARED_PRODUCT),
     # Small tiles, eight slices.
     (PRODUCT, "operator", "void add_slices(", 2, SMALL_PRODUCT),
@@ -325,9 +323,14 @@ MUTANTS = [
         DATA_RACE, *SHARED_TILES, "--kernel", "^stream-K$",
     ),
     _other(
-        1, "sums_added_before_they_are_there", "thread", PRODUCT, "void add(",
-        "wait_for_count(flag, 1, \"the other block's sums\");", ";",
+        1, "sums_added_before_all_have_come", "thread", PRODUCT, "bool add_up(",
+        "piece.last - piece.first + 1", "piece.last - piece.first",
         DATA_RACE, *SHARED_PRODUCT, "--kernel", "^operator$",
+    ),
+    _wrong(
+        1, "two_pieces_of_a_block_in_one_room", PRODUCT, "float4* room(",
+        "(block == first ? 1 : 0)", "0",
+        "operator .*FAILED", *SHARED_PRODUCT, "--kernel", "^operator$",
     ),
     _other(
         1, "tiles_used_before_they_arrive", "thread", ATTENTION, "int next() {",
