@@ -29,6 +29,7 @@ from host_and_device import HostAndDevice
 from two_passes import Passes
 from two_versions import two_versions
 from unasked import with_unasked
+from units import runs_kernels, text_of, units
 
 ROOT = Path(__file__).resolve().parents[1]
 CACHE = ROOT / "build" / "try"
@@ -445,7 +446,7 @@ def backend(build, lock=threading.Lock()):
     """The folder with the backend's objects, as an archive, and its headers for this build: made once."""
     sources = sorted(ROOT.glob("cpu/*/*.cpp"))
     headers = sorted([*ROOT.glob("cpu/*/*.h"), *ROOT.glob("cpu/*/*/*.h"), *ROOT.glob("cpu/include/cuda/*")])
-    key = digest(*(file.read_text() for file in [*sources, *headers]), BUILDS[build], FLAGS, IDENTITIES, __file__)
+    key = digest(*(file.read_text() for file in [*sources, *headers, ROOT / "cpu/units.py"]), BUILDS[build], FLAGS, IDENTITIES, __file__)
     folder = CACHE / f"backend{'-' + build if build else ''}-{key}"
     if (folder / "done").exists():
         return folder
@@ -466,21 +467,33 @@ def build_backend(build, sources, folder):
             shutil.rmtree(old, ignore_errors=True)
     work = Path(tempfile.mkdtemp(dir=CACHE))
 
-    def one(source):
+    def one(name, unit):
         flags = [BACKEND_STANDARD, *FLAGS, *(BUILDS[build] if build else ["-O2", "-DCUDA_CPU_HAS_HEAP"])]
-        if build == "thread" and source.name in RUNS_THREADS:
+        if build == "address" and not runs_kernels(unit[0]):  # half the time to compile
+            flags += ["-O0"]
+        if runs_threads(unit[0]):
             flags += ["-fno-sanitize=thread", "-DCUDA_CPU_TSAN=1"]
             flags += [f"-D{identities.MACRO}"] if IDENTITIES else []
-        return compiler([*flags, "-I", ROOT / "cpu/include", "-I", ROOT, "-c", source, "-o",
-                         work / f"{source.stem}_{source.parent.name}.o"])
+        source = work / f"{name.replace('/', '_')}.cpp"
+        source.write_text(text_of([file.relative_to(ROOT) for file in unit]))
+        return compiler([*flags, "-I", ROOT / "cpu/include", "-I", ROOT, "-c", source, "-o", source.with_suffix(".o")])
+
+    def precompiled(version):
+        return compiler([*flags_of(version), "-x", "c++-header", work / "prelude.h", "-o",
+                         work / "prelude.h.gch" / f"for{version}"])
+
+    def runs_threads(source):
+        return build == "thread" and source.name in RUNS_THREADS
 
     (work / "prelude.h").write_text(f'#include "{ROOT}/cpu/foreign/prelude.h"\n')
-    with ThreadPoolExecutor(os.cpu_count()) as pool:
-        results = list(pool.map(one, sorted(sources, key=lambda file: -file.stat().st_size)))
     (work / "prelude.h.gch").mkdir()
-    for each in versions(build):
-        results.append(compiler([*flags_of(each), "-x", "c++-header", work / "prelude.h", "-o",
-                                 work / "prelude.h.gch" / f"for{each}"]))
+    joined = units(sources, runs_threads)
+    with ThreadPoolExecutor(os.cpu_count()) as pool:
+        # What takes longest comes first.
+        running = [pool.submit(one, name, joined[name]) for name in sorted(
+            joined, key=lambda name: -sum(file.stat().st_size for file in joined[name]))]
+        running += [pool.submit(precompiled, version) for version in versions(build)]
+    results = [each.result() for each in running]
     for result in results:
         if result.returncode:
             raise Refusal("The CPU backend could not be built (./install.sh installs what it needs):\n"

@@ -34,15 +34,19 @@ def closure(*files):
     return list(met)
 
 
+@lru_cache(maxsize=None)
+def beside(header):
+    """The sources of ours that stand beside a header."""
+    sources = [str(Path(header).with_suffix(suffix)) for suffix in SOURCES] if header.endswith(".h") else []
+    return tuple(source for source in sources if not source.startswith("cpu/") and (ROOT / source).exists())
+
+
 def linked_sources(program):
     """What `program` (a source) is linked with: the source beside each header that is included."""
     linked, files = [], [program]
     while True:
         headers = closure(*files)
-        beside = [str(Path(header).with_suffix(suffix)) for header in headers if header.endswith(".h")
-                  for suffix in SOURCES]
-        new = [source for source in beside if (ROOT / source).exists() and source not in files
-               and not source.startswith("cpu/")]
+        new = [source for header in headers for source in beside(header) if source not in files]
         if not new:
             return linked
         linked += dict.fromkeys(new)

@@ -33,15 +33,19 @@ COMMANDS = [
     ("install.sh with nothing to do", "./install.sh all", 1 / 60),
     ("clone to the first table", "./install.sh && scons --debug=time && ./6_gating_fused 4096", 2),
     ("the same, built for a GPU, too", "./install.sh && scons arch=90a && ./6_gating_fused 4096", 10),
-    ("clone to passed tests", "./install.sh all && scons test", 8),
+    ("clone to passed tests", "./install.sh all && scons --debug=time test", 8),
 ]
-# In the clone of the last one.
-LESSON, LINE = "2_matmul_sharedmem", "float sum = 0;"
+# In the clone of the last one a kernel of each of these lessons changes, from one line to another.
+CHANGED = {
+    "2_matmul_sharedmem": ("float sum = 0;", "float sum = 0 + 0;"),
+    "3_matmul_tensorcore": ("for (int k = 0; k < n; k += 16) {", "for (int k = 0; k + 0 < n; k += 16) {"),
+    "6_gating_fused": ("for (int k = 0; k < in.K; ++k) {", "for (int k = 0; k + 0 < in.K; ++k) {"),
+}
 CHANGES = [
-    (f"a kernel of {LESSON} has changed", "scons", 1 / 3),
-    ("the tests of that lesson", f"/usr/bin/env python3 -m pytest -q tests/lessons/test_lessons.py -k {LESSON}", 1),
+    ("a kernel of {lesson} has changed", "scons", 1 / 3),
+    ("the tests of that lesson", "/usr/bin/env python3 -m pytest -q tests/lessons/test_lessons.py -k {lesson}", 1),
 ]
-HERE = [("first", "scons --debug=time"), ("second", "scons test")]
+HERE = [("first", "scons --debug=time"), ("second", "scons --debug=time test")]
 FIXED = "\n".join(f"#include <{name}>" for name in ("algorithm", "functional", "map", "random", "regex", "string")) + """
 bool f(const std::string& text) { return std::regex_match(text, std::regex("a+b*|c?")); }
 std::map<std::string, std::function<double(std::mt19937&)>> all = {{"a", std::normal_distribution<double>(0, 1)}};
@@ -89,7 +93,7 @@ COMPILED, TESTED = {}, {}
 
 def slowest(line):
     """Notes what scons and pytest say of their times."""
-    if match := re.match(r"Command execution time: (\S+): ([\d.]+) seconds", line):
+    if match := re.match(r"Command execution time: (build/\S+): ([\d.]+) seconds", line):
         COMPILED[match[1]] = float(match[2])
     elif match := re.match(r"([\d.]+)s (?:call|setup) +(.+)", line):
         TESTED[match[2]] = float(match[1])
@@ -100,6 +104,15 @@ def show_slowest():
         print(f"\nThe slowest {what}, seconds:")
         for name, seconds in sorted(times.items(), key=lambda each: -each[1])[:10]:
             print(f"{seconds:7.1f}  {name}")
+
+
+def change(tree, lesson):
+    """A line of a kernel."""
+    source, (before, after) = tree / f"{lesson}.cu", CHANGED[lesson]
+    text = source.read_text()
+    if before not in text:
+        sys.exit(f"error: {lesson} has no longer the line that is changed: {before}")
+    source.write_text(text.replace(before, after, 1))
 
 
 def in_clones(folder):
@@ -116,10 +129,10 @@ def in_clones(folder):
             shutil.rmtree(clone, ignore_errors=True)
             subprocess.run(["git", "clone", "-q", ROOT, clone], check=True)
             show(*each)
-        source = clone / f"{LESSON}.cu"
-        source.write_text(source.read_text().replace(LINE, f"{LINE[:-1]} + 0;", 1))
-        for each in CHANGES:
-            show(*each)
+        for lesson in CHANGED:
+            change(clone, lesson)
+            for what, command, minutes in CHANGES:
+                show(what.format(lesson=lesson), command.format(lesson=lesson), minutes)
     show_slowest()
 
 

@@ -21,7 +21,7 @@ struct Watched {
 
   void open() { mprotect(start, in_pages(bytes), PROT_READ | PROT_WRITE); }
 };
-std::deque<Watched>& watched() {
+std::deque<Watched>& ranges() {
   static std::deque<Watched> all;
   return all;
 }
@@ -32,7 +32,7 @@ struct sigaction otherwise;
 /// Of a thread that comes to closed memory: opens it, and the thread tries again.
 void open_at(int signal, siginfo_t* info, void*) {
   const char* address = static_cast<const char*>(info->si_addr);
-  for (Watched& each : watched()) {
+  for (Watched& each : ranges()) {
     if (address < each.start || address >= each.start + in_pages(each.bytes)) continue;
     each.used = true;
     each.open();
@@ -61,22 +61,22 @@ void start_watching() {
   struct sigaction before;
   sigaction(SIGSEGV, &action, &before);
   if (before.sa_sigaction != open_at) otherwise = before;
-  watched().clear();
+  ranges().clear();
   std::lock_guard lock(device().mutex);
   for (const auto& [start, allocation] : device().allocations) {
     if (allocation.type != cudaMemoryTypeDevice || allocation.variable) continue;
-    watched().emplace_back(const_cast<char*>(start), allocation.size);
+    ranges().emplace_back(const_cast<char*>(start), allocation.size);
   }
-  for (const Watched& each : watched()) mprotect(each.start, in_pages(each.bytes), PROT_NONE);
+  for (const Watched& each : ranges()) mprotect(each.start, in_pages(each.bytes), PROT_NONE);
 }
 
 double stop_watching() {
   double bytes = 0;
-  for (Watched& each : watched()) {
+  for (Watched& each : ranges()) {
     if (each.used) bytes += static_cast<double>(each.bytes);
     each.open();
   }
-  watched().clear();
+  ranges().clear();
   return bytes;
 }
 

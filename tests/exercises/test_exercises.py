@@ -233,8 +233,7 @@ def test_little_errors_are_told(tmp_path):
 
 
 def test_race_names_two_lines():
-    path = program("cpu/tests/sanitized/race_missing_barrier").parents[4] / "cpu-thread"
-    path = path / "cpu" / "tests" / "sanitized" / "race_missing_barrier"
+    path = CPU_BUILD.parent / "cpu-thread" / "cpu" / "tests" / "sanitized" / "race_missing_barrier"
     if not path.exists():
         pytest.skip("no build with sanitize=thread")
     lines = (ROOT / "cpu" / "tests" / "sanitized" / "race_missing_barrier.cu").read_text().splitlines()
@@ -668,7 +667,7 @@ def clone(tmp_path):
     tree = copy_of_sources(tmp_path / "tree")
     shutil.rmtree(tree / "exercises" / "my", ignore_errors=True)
     for built in check.BUILDS.values():
-        for part in (*shared, *(f"gen/{folder}" for folder in ("common", "primitives", "operators", "problems"))):
+        for part in (*shared, *(f"gen/{folder}" for folder in ("common", "cpu", "primitives", "operators", "problems"))):
             if (ROOT / built / part).is_dir():
                 shutil.copytree(ROOT / built / part, tree / built / part)
     shutil.copy(signatures, tree)
