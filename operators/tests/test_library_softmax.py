@@ -127,7 +127,7 @@ def test_two_threads_with_two_streams_call_at_the_same_time(library, kind):
 
 
 @pytest.mark.parametrize("options, slices", [(dict(rows=65, inputs=40, classes=36), b""),
-                                             (dict(rows=20, inputs=1000, classes=20), b"; half fused; slices: ")])
+                                             (dict(rows=100, inputs=2000, classes=100), b"; half fused; slices: ")])
 def test_the_logits_of_losses_come_from_tensor_cores(library, options, slices):
     """Of few logits of many inputs each is the sum of slices."""
     CrossEntropy(library, **options).run_twice()
