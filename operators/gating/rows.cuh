@@ -346,9 +346,9 @@ struct ResidentPlan {
   __host__ __device__ int weight_bytes() const {
     return (2 * kWidth + kBoxCols - 1) / kBoxCols * 128 * rows * panels;
   }
-  /// What it should take with `blocks` blocks side by side: each gets its weights, 21 bytes a cycle,
-  /// and then rows, while memory brings and takes them. The longer of both counts most. (Fitted to
-  /// 1,800 shapes drawn at random, on an H200.)
+  /// What it should take with `blocks` blocks side by side: each gets its weights, 21 bytes a
+  /// cycle, and then rows, while memory brings and takes them. The longer of both counts most.
+  /// (Fitted to 1,800 shapes drawn at random, on an H200.)
   double microseconds(const GatingShape& shape, int blocks) const {
     const unsigned fit = std::max(1, multiprocessors() / blocks);
     const double work =

@@ -13,16 +13,16 @@
 //         block 0 |--- tile 0 ---|-- tile 1, first steps
 //         block 1                   tile 1, last steps --|--- tile 2 ---|-- tile 3 ...
 //
-//     Blocks that share a tile leave their sums in memory. Whoever is the last one adds them, always
-//     in the same order, and stores the tile. No block waits for another one: this is also right
-//     where other launches share the device.
+//     Blocks that share a tile leave their sums in memory. Whoever is the last one adds them,
+//     always in the same order, and stores the tile. No block waits for another one: this is also
+//     right where other launches share the device.
 //   - Large tiles. 4097 rows need a 33rd row of tiles for one row of C. With 128 x 256 that costs
 //     as much as 128 rows. And only one block with such a tile fits on a multiprocessor, but two
 //     with 64 x 128: one multiplies while the other waits at a barrier.
 //   - Few tiles, and a long k. Of 96 x 243 elements there are 8 tiles of 64 x 64: there a tile gets
 //     as many blocks as there is room for, each a range of k.
-//   - Small tiles. 512 x 512 elements are only 32 tiles of 64 x 128, but 64 of 64 x 64. There each of
-//     256 threads would own 4 x 4 elements, with twice the reads for a multiply-add. So a thread
+//   - Small tiles. 512 x 512 elements are only 32 tiles of 64 x 128, but 64 of 64 x 64. There each
+//     of 256 threads would own 4 x 4 elements, with twice the reads for a multiply-add. So a thread
 //     owns 8 x 8 elements, and 64 threads are enough. A block has four such groups, called slices:
 //     each multiplies a quarter of the k of every step, and at the end they add up their sums
 //     through shared memory.

@@ -78,8 +78,8 @@ class SoftmaxProduct {
                                 : kinds<Math::split>();
   }
 
-  /// The ways of several kinds in one list. Where there is no estimate of a kind, it counts as if it
-  /// took as long as the best of the others, so that it is tried.
+  /// The ways of several kinds in one list. Where there is no estimate of a kind, it counts as if
+  /// it took as long as the best of the others, so that it is tried.
   Ways together(std::vector<Kind> kinds) const {
     std::erase_if(kinds, [](const Kind& kind) { return !runs(kind.capability); });
     const auto all = [&](auto list) {
