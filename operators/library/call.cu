@@ -224,6 +224,8 @@ class KnownAllocations {
 };
 thread_local KnownAllocations known_allocations;
 
+}  // namespace
+
 /// The answers that a plan's launches have been given: a few for each question, as there may be
 /// several pointers that take turns.
 class PlanAnswers : public primitives::Answers {
@@ -259,6 +261,8 @@ class PlanAnswers : public primitives::Answers {
   std::vector<Entry> entries_;
   size_t next_ = 0, oldest_ = 0;
 };
+
+namespace {
 
 /// While there is one, the thread's launches ask these answers first.
 class Asking {
