@@ -1,7 +1,7 @@
-// How long a product of tiles should take on a Hopper GPU: a coarse estimate, counted from the
-// tiles, from rates of the hardware and from a few costs that were measured once, on an H100. It
-// only has to leave out what is hopeless; of the rest the fastest is found by trying
-// (docs/measuring.md#ways). Where nothing can be tried, the estimate alone decides.
+// How long a product of tiles should take: an estimate, counted from the tiles, from the device's
+// rates and from a few costs that were measured once, on an H100. (Kernels whose costs are of other
+// kinds have estimates of their own, beside them.) Where a program tries ways
+// (docs/measuring.md#ways) it leaves out what is hopeless; where nothing is tried it alone decides.
 #pragma once
 
 #include <algorithm>
@@ -48,7 +48,7 @@ inline double cycles() {
 inline double memory_rate() {
   const double kilohertz = primitives::device_fact<cudaDevAttrMemoryClockRate>();
   const int bits = primitives::device_fact<cudaDevAttrGlobalMemoryBusWidth>();
-  return kilohertz > 0 ? 0.9 * 2e-3 * kilohertz * bits / 8 : 3e6;
+  return kilohertz > 0 && bits > 0 ? 0.9 * 2e-3 * kilohertz * bits / 8 : 3e6;
 }
 inline constexpr double kFirstLaunch = 4;  ///< microseconds until the first data and after the last
 inline constexpr double kNextLaunch = 2;   ///< the same of a kernel that follows another one early

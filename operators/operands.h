@@ -43,7 +43,7 @@ struct Workspace {
   using Allocate = std::function<Memory<char>(size_t bytes)>;
   Allocate of_any;  ///< its contents are undefined at each launch
   /// Zeros before the first launch; each launch leaves it ready for the next. A way asks for its
-  /// data() before it launches its first kernel, so that whoever owns it may write the zeros then.
+  /// data() before it launches the kernel that uses it: whoever owns it may write the zeros then.
   Allocate of_zeros;
   cudaStream_t stream = nullptr;  ///< where ways launch
   /// Whether a launch has the device for itself, as in a lesson's table. Only then may a block wait

@@ -1,4 +1,4 @@
-// For those that have parts of one row: lanes of a warp, or blocks.
+// For those that have parts of one row, or of one result: lanes of a warp, or blocks.
 #pragma once
 
 #include <cuda_runtime.h>

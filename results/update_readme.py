@@ -440,6 +440,8 @@ def choice_table(what):
              "| | shapes | estimated / tried | above 1.1 | worst | library / ours | below 0.95 | worst |",
              "|---" + "|--:" * 7 + "|"]
     for name, of in run["functions"].items():
+        if of["shapes"] == 0:
+            continue
         cells = [name, str(of["shapes"]), f"{of['geometric_mean']:.3f}", f"{of['above_1.1']:.1%}", f"{of['worst']:.2f}"]
         if "library_shapes" in of:
             cells += [f"{of['library_geometric_mean']:.2f}", f"{of['library_below_0.95']:.0%}",

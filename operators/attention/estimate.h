@@ -25,7 +25,7 @@ inline constexpr TileCost kTileCosts[] = {
     {128, 64, 128, 0, 2950, 3890, 1}, {64, 32, 256, 0, 1850, 1700, 1},
 };
 
-/// Those of the tile; of the one with the same width that is most like it, if it is not there.
+/// Those of the tile; if it is not there, of another one with the same width.
 constexpr const TileCost& cost_of(int rows, int keys, int width, int by_wgmma) {
   const TileCost* like = kTileCosts;
   for (const TileCost& each : kTileCosts) {
@@ -36,10 +36,10 @@ constexpr const TileCost& cost_of(int rows, int keys, int width, int by_wgmma) {
   return *like;
 }
 
-inline constexpr double kFirstPiece = 4.25;     ///< microseconds: the first loads, the last stores
-inline constexpr double kMaskCycles = 700;      ///< of a piece that the causal mask cuts
-inline constexpr double kUnevenEnd = 0.58;      ///< of the longest piece: until the last block ends
-inline constexpr double kMemoryOfOne = 0.0103;  ///< of the memory's rate, for one multiprocessor
+inline constexpr double kFirstPiece = 4.25;  ///< microseconds: the first loads, the last stores
+inline constexpr double kMaskCycles = 700;   ///< of a piece that the causal mask cuts
+inline constexpr double kUnevenEnd = 0.58;   ///< of the longest piece: until the last block ends
+inline constexpr double kBytesOfOne = 27;    ///< from memory, that a multiprocessor gets in a cycle
 inline constexpr double kMerge = 2, kMergePart = 0.02;  ///< microseconds; of each part
 inline constexpr double kMergeTraffic = 1.8;  ///< that partial results are written and read
 

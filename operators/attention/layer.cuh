@@ -290,8 +290,7 @@ class Attention : AttentionLaunches<T> {
       arithmetic = std::max(
           longest, (steps + pieces * piece) / on + (pieces > slots ? kUnevenEnd * longest : 0));
     }
-    const double memory =
-        shape_.bytes() / std::min(memory_rate(), on * kMemoryOfOne * memory_rate());
+    const double memory = shape_.bytes() / std::min(memory_rate(), on * kBytesOfOne * cycles());
     double merge = 0;
     if (plan.parts > 1) {
       const double floats = static_cast<double>(rows() * plan.parts) * of.width;

@@ -351,8 +351,9 @@ struct ResidentPlan {
   /// (Fitted to 1,800 shapes drawn at random, on an H200.)
   double microseconds(const GatingShape& shape, int blocks) const {
     const unsigned fit = std::max(1, multiprocessors() / blocks);
+    const double rounds = std::max(1.0, 1.0 * blocks / multiprocessors());  // where none fits
     const double work =
-        weight_bytes() / 21.0 + 1.1 * cost * blocks_for(blocks_for(shape.rows, 64), fit);
+        rounds * (weight_bytes() / 21.0 + 1.1 * cost * blocks_for(blocks_for(shape.rows, 64), fit));
     return kFirstLaunch + std::hypot(work / cycles(), shape.bytes() / memory_rate());
   }
   std::string name(int blocks) const {

@@ -30,7 +30,7 @@
 //     into rows that are. For a small one that launch would take longer than it saves, and B is
 //     copied by single floats. A always is, since it is transposed on the way.
 //
-// Estimates leave out what is hopeless; the caller tries the others (see Way).
+// An estimate says which way should be the fastest (see Way).
 #pragma once
 
 #include <algorithm>
@@ -290,7 +290,7 @@ struct Fp32Timetable {
   /// of them, and where each multiprocessor does. At most `capacity` run at the same time.
   static std::vector<Fp32Timetable> plans(const ProductShape& shape, int sms, int capacity) {
     const int64_t tiles = tiles_of(shape), steps = steps_of(shape);
-    if (tiles * steps > INT_MAX) return {};
+    if (tiles * steps > INT_MAX - capacity) return {};
     const int64_t most = std::min<int64_t>(capacity, tiles * steps);
     std::vector<Fp32Timetable> plans;
     const auto add_best = [&](int64_t unit) {
@@ -491,26 +491,25 @@ struct Fp32Launches {
   Memory<float> A, B, C;
   ProductShape shape;
   int pitch;  ///< of the copy of B
-  Memory<float> copy;
   cudaStream_t stream;
-  /// For a Fp32Handover, once there is a way that needs it: the largest of all ways' is allocated.
-  struct SharedTiles {
-    std::optional<Memory<float>> sums;
+  /// What some ways need: the copy of B, and a Fp32Handover, of which the largest is allocated.
+  struct Needed {
+    std::optional<Memory<float>> copy, sums;
     std::optional<Memory<unsigned>> arrived;
   };
-  std::shared_ptr<SharedTiles> shared = std::make_shared<SharedTiles>();
+  std::shared_ptr<Needed> needed = std::make_shared<Needed>();
 
   template <class Tile, bool kAligned>
   void launch(const Fp32Timetable<Tile>& plan) const {
     constexpr bool kCopied = Tile::kAligned && !kAligned;
     if (kCopied)
       align_fp32_rows<kFp32Threads>
-          <<<shape.depth, kFp32Threads, 0, stream>>>(B, copy, shape.cols, pitch);
+          <<<shape.depth, kFp32Threads, 0, stream>>>(B, *needed->copy, shape.cols, pitch);
     Fp32Handover<Tile::BM * Tile::BN> handover{};
-    if (plan.shares_tiles()) handover = {shared->sums->data(), shared->arrived->data()};
-    // Early only after the small launch that writes zeros: among the blocks of one that copies B
-    // these would find places on few multiprocessors, two or three on each.
-    const Fp32Operands of{A, kCopied ? copy.data() : B.data(), C, shape,
+    if (plan.shares_tiles()) handover = {needed->sums->data(), needed->arrived->data()};
+    // Early only after the small launch that writes zeros, if there is one: among the blocks of one
+    // that copies B these would find places on few multiprocessors, two or three on each.
+    const Fp32Operands of{A, kCopied ? needed->copy->data() : B.data(), C, shape,
                           kCopied ? pitch : shape.cols};
     launch_clusters_on(stream, fp32_product<Tile, kAligned>, 1, plan.shares_tiles(), plan.blocks,
                        kFp32Threads, Tile::kSharedBytes, of, plan, handover);
@@ -518,27 +517,24 @@ struct Fp32Launches {
 };
 
 /// The ways to compute the product of A and B. Sizes are at least 1, A and B may not overlap C. No
-/// way with tiles of which C has so many that their steps cannot be counted in 31 bits, or that
-/// need more shared memory than a block of this device can have.
+/// way with tiles of which C has so many that their steps cannot be counted in 31 bits, whose rows
+/// of A are further apart than that, or that need more shared memory than a block of this device
+/// can have.
 class Fp32Product {
  public:
   Fp32Product(const Workspace& workspace, Memory<float> A, Memory<float> B, Memory<float> C,
               ProductShape shape)
       : aligned_(shape.cols % 4 == 0),
-        launches_{std::move(A),
-                  std::move(B),
-                  std::move(C),
-                  shape,
-                  ceil_div(shape.cols, 32) * 32,
-                  workspace.any<float>(
-                      aligned_ ? 1 : size_t(shape.depth) * (ceil_div(shape.cols, 32) * 32)),
+        launches_{std::move(A),    std::move(B), std::move(C), shape, ceil_div(shape.cols, 32) * 32,
                   workspace.stream},
         all_ways_(workspace.all_ways),
         ways_(workspace) {
     aligned_ ? offer_all<true>() : offer_all<false>();
+    Fp32Launches::Needed& needed = *launches_.needed;
+    if (copied_) needed.copy = workspace.any<float>(size_t(shape.depth) * launches_.pitch);
     if (floats_ == 0) return;
-    launches_.shared->sums = workspace.any<float>(floats_);
-    launches_.shared->arrived = workspace.zeros<unsigned>(blocks_);
+    needed.sums = workspace.any<float>(floats_);
+    needed.arrived = workspace.zeros<unsigned>(blocks_);
   }
 
   std::vector<Way> ways() const { return ways_.found(); }
@@ -560,6 +556,7 @@ class Fp32Product {
     const ProductShape& shape = launches_.shape;
     allow_shared_bytes(kernel, Tile::kSharedBytes);
     if (Tile::kSharedBytes > most_shared_bytes()) return;
+    if (int64_t{Tile::BM} * shape.depth > INT_MAX) return;
     const int sms = multiprocessors();
     const int capacity =
         std::min(resident_blocks(kernel, kFp32Threads, Tile::kSharedBytes), Tile::kResident * sms);
@@ -572,6 +569,7 @@ class Fp32Product {
                    Tile::kSharedBytes};
       });
       if (!wanted) continue;
+      copied_ = kCopied || (all_ways_ && copied_);
       const size_t blocks = plan.shares_tiles() ? plan.blocks : 0;
       const size_t floats = Fp32Handover<Tile::BM * Tile::BN>::floats(static_cast<int>(blocks));
       blocks_ = all_ways_ ? std::max(blocks_, blocks) : blocks;
@@ -590,7 +588,7 @@ class Fp32Product {
 
   bool aligned_;  // rows of B and C, to 16 bytes
   Fp32Launches launches_;
-  bool all_ways_;
+  bool all_ways_, copied_ = false;
   size_t blocks_ = 0, floats_ = 0;  // of tiles that are shared
   Ways ways_;
 };

@@ -341,7 +341,7 @@ void add_slices(std::vector<Way>& all, const Workspace& workspace, const Product
         in_memory ? consumers * plan.clusters * 128 * Work::Part::size() : 1);
     all.push_back({name, plan.microseconds,
                    [=] {
-                     launch(plan, SliceExchange{partial, ended});
+                     launch(plan, SliceExchange{partial, in_memory ? ended.data() : nullptr});
                    },
                    static_cast<int>(sizeof(typename Work::Shared))});
   }

@@ -177,12 +177,13 @@ Product make_all_columns(const Layer& layer) {
   const auto arrived = layer.workspace.zeros<unsigned>(row_tiles);
   const auto launch = [=](Results results) {
     results.partial = partial;
-    results.arrived = arrived;
+    results.arrived = splits > 1 ? arrived.data() : nullptr;
     layer.launch(all_columns<Tile>, dim3(row_tiles, splits), Tile::kThreads, kBytes,  //
                  factors_of(layer.x, layer.W, layer.B, layer.D, layer.C), results);
   };
   const double microseconds =
-      tiles_microseconds<Tile>(std::ceil(1.0 * row_tiles * splits / layer.sms), layer.D / splits) +
+      tiles_microseconds<Tile>(std::ceil(1.0 * row_tiles * splits / layer.sms),
+                               ceil_div(layer.D, splits)) +
       (splits > 1 ? 2.5 : 0);
   Product product = product_of("tiles", all_columns<Tile>, kBytes, launch);
   product.expected = {microseconds, microseconds + layer.softmax_microseconds()};
