@@ -83,7 +83,8 @@ struct Copies {
     for (float* pointer : pinned) cudaFreeHost(pointer);
   }
 
-  // `result` is what C will be, and B what B is; both are on the device.
+  // Takes the memory. C becomes a copy of `result`, and the host's B, of both kinds, a copy of `B`.
+  // Both arguments are on the device.
   void allocate(const float* result, const float* B) {
     CUDA_CHECK(cudaMalloc(&C, bytes()));
     CUDA_CHECK(cudaMemcpy(C, result, bytes(), cudaMemcpyDeviceToDevice));
@@ -93,7 +94,8 @@ struct Copies {
     std::copy(pageable[1].begin(), pageable[1].end(), pinned[1]);
   }
 
-  // C comes back to the host, into the buffer of A. From there A goes to the device, and B as well.
+  // C comes back to the host, into the buffer of A, and from there it goes to the device as A. B
+  // goes to the device from its own buffer.
   // So the check can compare the A that arrives with the C that has left. For a small N the lesson
   // records this in a CUDA graph, which needs copies that do not wait. Your program can say
   // cudaMemcpy instead, which waits until the copy is done. (cudaStreamPerThread is the default

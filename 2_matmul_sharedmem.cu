@@ -165,11 +165,13 @@ __device__ void store4(float* to, int row, int col, int n, const float* value) {
   }
 }
 
-// As in `registers`, but everything moves 16 bytes at a time. For that a thread's columns come in
-// groups of four neighbours: thread x has the four from column 4 * x on, and the four from column
-// 64 + 4 * x on. So one load reads four elements of a row of b_tile. Its rows are grouped in the
-// same way. For four elements of a column of A to lie next to each other as well, a_tile is stored
-// transposed: a_tile[k][row]. So a thread reads its 16 numbers of a k by 4 loads instead of 16.
+// As in `registers`, but numbers move 16 bytes at a time, except where A is written into a_tile.
+// For that a thread's columns come in groups of four neighbours: thread x has the four from column
+// 4 * x on, and the four from column 64 + 4 * x on. So one load reads four elements of a row of
+// b_tile. A thread's rows are grouped in the same way: four from row 4 * y on, and four from row
+// 64 + 4 * y on. For four elements of a column of A to lie next to each other as well, a_tile is
+// stored transposed: a_tile[k][row]. So a thread reads its 16 numbers of a k by 4 loads instead of
+// 16.
 //
 // The rows of a_tile are 4 floats longer than their data. Why? Each thread writes a float4 of A
 // into four rows of a_tile, by four stores. In one such store the 16 even threads of a warp write
@@ -282,10 +284,10 @@ __device__ void copy_pair(TilePair<BM, BN, BK>& to, const float* A, const float*
 // arrived, and nobody reads the stage of the step before any more. The next copies fill that stage.
 //
 // The row *large tiles* is this kernel with larger tiles. 256 threads own 128 x 256 elements of C
-// there, 8 x 16 each: for a step of k a thread reads 8 + 16 numbers from shared memory for 128
+// there, 8 x 16 each: for each k a thread reads 8 + 16 numbers from shared memory for 128
 // multiply-adds, 3 for 16 where it was 4. Its sums alone take 128 registers, so only one such block
-// fits on a multiprocessor. Before, that had cost too much: while one block waited for memory, the
-// other had to compute. Now copies that start early do what the second block did.
+// fits on a multiprocessor. Without copies that start early that would cost too much: while one
+// block waits for memory, another one has to compute. Here the early copies do what that one did.
 template <int BM, int BN, int BK, int TM, int TN, int kStages, int kBlocks, bool kAligned>
 __global__ void __launch_bounds__((BM / TM) * (BN / TN), kBlocks)
     matmul_async(const float* A, const float* B, float* C, int n) {
@@ -343,9 +345,10 @@ __global__ void __launch_bounds__((BM / TM) * (BN / TN), kBlocks)
 // In `large tiles` a scheduler starts an instruction in three cycles of four, and a sixth of these
 // are no multiply-adds: most of them work out where to copy from and to, and whether that is
 // inside. (Read from a profiler; `results/` does not have this.) Here that is worked out once, and
-// a step only moves on two pointers. Nothing checks for the edges of the matrix: a row or column
-// outside is replaced by the last one inside. Its sums are never stored, so they may be anything.
-// Only along k, which is summed over, zeros are needed.
+// a step only moves on two pointers. No step checks rows of A or columns of B: one that is outside
+// is replaced by the last one inside. The sums that come from it are never stored, so they may be
+// anything. For A that takes an offset for each of the thread's rows. Only along k, which is summed
+// over, each copy still checks, and writes zeros outside.
 template <int BM, int BN, int BK, int TM, int TN, int kStages, int kBlocks, bool kAligned>
 __global__ void __launch_bounds__((BM / TM) * (BN / TN), kBlocks)
     matmul_lean(const float* A, const float* B, float* C, int n) {
@@ -433,7 +436,8 @@ __global__ void __launch_bounds__((BM / TM) * (BN / TN), kBlocks)
 // just above it asks shared memory for, tens of cycles away. A multiprocessor has only eight warps
 // here, two for each scheduler. They are too few to fill that time with each other's work. So there
 // are two sets of registers: while one k is multiplied, the numbers of the next come into the other
-// set.
+// set. (Only the first k of a step is not loaded ahead, since its tiles are there only after the
+// barrier. The copies of a later step are started right after this load.)
 //
 // multiply_ahead multiplies the steps `begin` to `end` - 1 of the tile of C at (row0, col0).
 // finish(sum) says what becomes of a thread's sums.
@@ -547,10 +551,11 @@ __global__ void __launch_bounds__((BM / TM) * (BN / TN), kBlocks)
 // nothing to do. So tiles are cut along k as well. This is called stream-K.
 //
 // As many blocks stay as there are multiprocessors. At first they take whole tiles, as above, until
-// between one and two rounds of tiles are left. The steps of these tiles form one long line, tile
-// after tile, of which each block gets an equal part. At N = 4096 each block takes two whole tiles,
-// and 248 tiles are left, each of 256 steps. So the line has 63488 steps, and each of the 132
-// blocks gets 480 or 481 of them. The parts of the first two blocks are these pieces:
+// between one and two rounds of tiles are left. (If there is less than one round, all tiles are
+// left. If all rounds are full, none is.) The steps of the tiles that are left form one long line,
+// tile after tile, of which each block gets an equal part. At N = 4096 each block takes two whole
+// tiles, and 248 tiles are left, each of 256 steps. So the line has 63488 steps, and each of the
+// 132 blocks gets 480 or 481 of them. The parts of the first two blocks are these pieces:
 //
 //     block 0    tile 264, all 256 steps       tile 265, steps 0 to 223
 //     block 1    tile 265, steps 224 to 255    tile 266, all    tile 267, steps 0 to 192
@@ -567,16 +572,17 @@ __global__ void __launch_bounds__((BM / TM) * (BN / TN), kBlocks)
 template <int TM, int TN, int kThreads>
 struct SumsOfBlocks {
   unsigned* ready;  // for each block a flag, 1 if its sums are there; 0 before and after a launch
-  float4* sums;     // for each block (TM * TN / 4, kThreads) times four neighbours of a row
+  float4* sums;     // [block][i][thread]: each thread's TM * TN / 4 groups of four sums
 
-  // Where this thread's first four sums of a block lie. The next four are kThreads further on.
+  // Where this thread's first four sums lie among those that `block` leaves. The next four are
+  // kThreads further on.
   __device__ float4* place(int block) const {
     return sums + (static_cast<size_t>(block) * TM * TN / 4 * kThreads + threadIdx.x);
   }
   // Leaves this block's sums for another one. __stcg stores them in the L2 cache, where all blocks
-  // see them. At the barrier all threads have stored theirs. GridCount is an atomic number that
-  // blocks share. Who reads the flag's 1 by an acquire, as wait_for_count does, sees what was
-  // stored before the release.
+  // see them. After the barrier the sums of all threads are stored. Then one thread sets the flag,
+  // by a release. GridCount makes the operations on the flag atomic, for all blocks. A thread that
+  // reads the 1 by an acquire, as wait_for_count does, sees all that was stored before the release.
   __device__ void give(const float (&sum)[TM][TN]) const {
     float4* to = place(blockIdx.x);
 #pragma unroll

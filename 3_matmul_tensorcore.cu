@@ -127,9 +127,10 @@ constexpr int kSide = 4;
 // elements for 4096 multiply-adds. The 16 warps of a block use each of these matrices four times,
 // if the L1 cache still has it.
 //
-// The sums are fp32 and C is fp16, so someone has to round them, and to know which elements they
-// are. WMMA does not say that. So store_rounded (primitives/wmma_fragments.cuh) takes them through
-// a staging, a place in shared memory where they lie in rows.
+// The sums are fp32 and C is fp16. A lane that stores a rounded sum has to know its row and column,
+// and WMMA does not say them. So store_rounded (primitives/wmma_fragments.cuh) lets WMMA store the
+// sums to a staging, a place in shared memory where they lie in rows. From there each lane takes 8
+// neighbours of a row, rounds them, and stores them to C.
 template <bool kWhole>
 __global__ void __launch_bounds__(32 * kSide * kSide)
     matmul_wmma_global(const half* A, const half* B, half* C, int n) {
@@ -222,9 +223,10 @@ __global__ void __launch_bounds__(32 * kWarpsM * kWarpsN)
 
 // Blocks start in the order of their numbers, as many as fit on the GPU at a time. Those that run
 // at the same time share what they read through the L2 cache. So which tiles of C should they have?
-// An H100 works on 132 x 256 x 128 elements of C at a time. At N = 4096 these can be 1056 rows with
-// all their 4096 columns. Then the blocks read 1056 rows of A and 4096 columns of B. Or they can be
-// a square of about 2080 x 2080. Then the blocks read 2080 rows and 2080 columns, which is less.
+// An H100 works on 132 tiles of C at a time, each of 256 x 128 elements from *lean* on. At N = 4096
+// these can be 1056 rows with all their 4096 columns. Then the blocks read 1056 rows of A and 4096
+// columns of B. Or they can be a square of about 2080 x 2080. Then the blocks read 2080 rows and
+// 2080 columns, which is less.
 //
 // So kGroup rows of tiles form a group, and blocks go down one column of the group, then down the
 // next column. For example, these are the numbers of the blocks for 6 x 5 tiles and kGroup = 3:
@@ -238,7 +240,6 @@ __global__ void __launch_bounds__(32 * kWarpsM * kWarpsN)
 //
 // The kernels from *swizzled tiles* to *double buffering* take their tiles in this order. (The
 // field calls the order of tiles rasterization.)
-// 1.
 constexpr int kSquareRows = 2048;  // about the side of that square
 template <int kGroup>
 __device__ void tile_of_block(int tiles_m, int tiles_n, int& tile_m, int& tile_n) {
@@ -260,7 +261,8 @@ __device__ void tile_of_block(int tiles_m, int tiles_n, int& tile_m, int& tile_n
 // p ^ (r % 8). Then the same piece of 8 rows lies on 8 different groups of banks. So neither these
 // copies nor ldmatrix meet a bank twice, and no row needs padding. (Rows of 32 columns have only
 // four pieces, so two rows share 128 bytes, the width of all banks. There piece p of row r lies at
-// place p ^ (r / 2 % 4).)
+// place p ^ (r / 2 % 4). Rows of 128 columns have 16 pieces. There r % 8 is less than 8, so place
+// p ^ (r % 8) is in the same half of the row as p.)
 template <int kRows, int kCols, int kThreads, int kWidth>
 __device__ void copy_swizzled_tile(half* to, const half* from, int row0, int col0, int n) {
 #pragma unroll
@@ -300,9 +302,9 @@ __device__ void store_pair(half* C, int row, int col, int n, float left, float r
   }
 }
 
-// As above, but with the instructions themselves, mma.sync and ldmatrix. Now it is known which
-// elements a lane holds. That gives two things: tiles may be swizzled, which WMMA could not read;
-// and the sums are rounded in registers and stored from there.
+// As *wmma shared*, but with the instructions themselves, mma.sync and ldmatrix. ldmatrix takes an
+// address for each row of 16 bytes, so tiles may be swizzled. (WMMA wants a fixed distance between
+// rows.) And it is known which elements a lane holds: it rounds and stores its sums from registers.
 //
 // One ldmatrix loads 16 x 16 elements, as four matrices of 8 x 8:
 //
@@ -380,8 +382,9 @@ __global__ void __launch_bounds__(32 * kWarpsM * kWarpsN)
 // one step, of A and of B: the tensor cores work on one stage while the copies for the next ones
 // are on their way. It is lesson 2's *async*, whose loop has a name: copies_ahead
 // (primitives/async_copy.cuh). It starts the copies of the first kStages - 1 steps, each closed as
-// a group. next() waits for a step's group, waits for the whole block at the step's only barrier,
-// and starts the copies of the step that is kStages - 1 further on.
+// a group. next() waits for the group of the next step, and for the whole block at the step's only
+// barrier. It starts the copies of the step that is kStages - 1 further on, and returns the number
+// of the step whose tiles are there.
 template <int BM, int BN, int BK, int kWarpsM, int kWarpsN, int kStages, int kWidth>
 __global__ void __launch_bounds__(32 * kWarpsM * kWarpsN)
     matmul_stages(const half* A, const half* B, half* C, int n) {
@@ -526,10 +529,10 @@ struct TileCopies {
 //     column only. That is one instruction, and nothing is swizzled again. In the code d is k.
 //   - For example, lane 17 of warp 0 has row 1 and c = 8, so s = 8. Its first piece lies at column
 //     8 ^ 8 = 0. The piece 16 columns further on lies at 24 ^ 8 = 16, which is 0 ^ 16.
-// For B it is the same with d = 16 * j. There c may also contain a multiple of the warp's WN
-// columns. d is less than WN, so again the two have no bit in common. If kWidth is 8, the rows that
-// a thread copies are multiples of 8 apart and swizzled alike, too: the compiler swizzles once, and
-// adds constants.
+// For B it is the same with d = 16 * j. There c is warp_col, a multiple of WN, or warp_col + 8. d
+// is less than WN, a power of two, so again the two have no bit in common. If kWidth is 8, the rows
+// that a thread copies are multiples of 8 apart and swizzled alike, too: the compiler swizzles
+// once, and adds constants.
 //
 // Tiles are larger, too. A block owns 256 x 128 elements of C and takes 64 of k in a step, and a
 // warp owns 64 x 64 elements (in *stages* 64 x 32). For 16 of k a warp executes 32 mma.sync and
@@ -771,7 +774,8 @@ __device__ void store_sum(const Sum<kCols>& sum, half* C, int row0, int col0, in
 //      bytes of copies. Each stage has one, `full`. `barrier_init(barrier, arrivals)` says how many
 //      arrivals it waits for, and barrier_init_fence() lets the copy engine see that. The thread
 //      that starts the copies arrives by `barrier_arrive_expect(barrier, bytes)`, which also
-//      announces their bytes. All threads wait by `barrier_wait(barrier, parity)`.
+//      announces their bytes. All threads wait by `barrier_wait(barrier, parity)`; what the
+//      parity is follows below.
 //   3. Products. The four warps of a warpgroup multiply 64 x 16 by 16 x 128 with one instruction,
 //      wgmma, straight out of shared memory. There is no ldmatrix, and there are no fragments of A
 //      and B in registers. wgmma reads a row-major B as it is. `sum.start_product(left, right,
@@ -783,8 +787,9 @@ __device__ void store_sum(const Sum<kCols>& sum, half* C, int row0, int col0, in
 // An mbarrier is used again and again. Each use is a *phase*: it ends when as many threads have
 // arrived as the barrier waits for, and all announced bytes have come. Phases are counted from 0. A
 // thread that waits for a phase tells the barrier only its *parity*, 0 for an even number and 1 for
-// an odd one. A Ring goes around the stages, and knows which stage comes next, `ring.stage`, and
-// the parity to wait for, `ring.parity`: 0 the first time around, 1 the second time, then 0 again.
+// an odd one. A Ring goes around the stages. `ring.stage` is the stage of the current step, and
+// `ring.parity` is the parity to wait for: 0 the first time around, 1 the second time, then 0
+// again.
 //
 // A block is one warpgroup with a 128 x 128 tile of C. That is two sums of 64 x 128, and each of
 // them takes 64 registers of a thread. (wgmma takes up to 256 columns. But two sums of 64 x 256
@@ -941,13 +946,13 @@ __global__ void __launch_bounds__(384, 1)
 //     arrivals say that a stage is empty.
 //   - `writer.put` is a step of the producer: it waits until the next stage is empty, announces the
 //     stage's bytes, and starts its copies.
-//   - `reader.take` is a step of a consumer: it waits until the next stage is full, starts the
-//     stage's products, and gives back the stage before. It tells the function that starts them
-//     whether to `add` to the sum: in the first step of a tile not, in all others it does. After
-//     the last step, `reader.finish` waits for the last products, and gives back their stage.
-//   - BlockGrid<rows, columns> knows who of a cluster of rows x columns blocks copies what, and who
-//     is told that a stage is empty. BlockGrid<1, 1> is a block alone, and `alone.meet()` is a
-//     barrier for the block.
+//   - `reader.take` is a step of a consumer. It waits until the next stage is full, and calls the
+//     function that starts the stage's products. Then it waits until the products of the step
+//     before are done, and gives back their stage. The function's argument `add` is false in the
+//     first step of a tile, and true in all others. After the last step, `reader.finish` waits for
+//     the last products, and gives back their stage.
+//   - BlockGrid<1, 1> is a block alone, and `alone.meet()` is a barrier for the block. (In
+//     *clusters* a BlockGrid of several blocks says which block copies what.)
 //   - `alone.load(tile, map, at, k, barrier)` starts the copies of a tile. `at` is where the tile
 //     begins: its first row of A, or its first column of B. The argument after it is k in both
 //     cases. (In A k is the column, in B it is the row. So for A these two arguments are row and
@@ -959,7 +964,9 @@ __global__ void __launch_bounds__(384, 1)
 template <int kStages, int kBuffers>
 struct PersistentShared {
   static constexpr int BM = 128, BN = 256, kStoreCols = 128;  // columns that are stored at a time
-  Box<half, 64> out[kBuffers][2][kStoreCols / 64];            // of two consumers
+  // The rounded tile on its way to C, see below: boxes of 64 rows and 64 columns, for each buffer
+  // and each of the two consumers.
+  Box<half, 64> out[kBuffers][2][kStoreCols / 64];
   Pipeline<Stage<BM, BN>, kStages> pipeline;
 };
 
@@ -974,8 +981,8 @@ struct PersistentShared {
 //   - shared_fence() lets the copy engine see what threads have written to shared memory.
 //   - `tensor_store(map, row, col, from)` has the copy engine store a box. tensor_store_commit()
 //     closes the thread's stores as a group, and tensor_store_wait_read<0>() waits until the copy
-//     engine has read all that this thread has it store. Then that shared memory may be written
-//     again.
+//     engine has read from shared memory what this thread's stores copy. Then that shared memory
+//     may be written again.
 //   - `named_barrier(id, threads)` is a barrier for so many threads of the block: here for the 128
 //     threads of one consumer.
 
@@ -990,7 +997,8 @@ __device__ inline void wait_for_stores(int consumer) {
   named_barrier(1 + consumer, 128);
 }
 
-// Has a consumer's sum of a tile, 64 rows and all columns, stored to C at (row0, col0).
+// Stores a consumer's sum, 64 rows and all columns of a tile, to C at (row0, col0): the threads
+// write it to shared memory, and the copy engine takes it from there.
 template <int kStages, int kBuffers>
 __device__ void store_tile(PersistentShared<kStages, kBuffers>& shared, int consumer,
                            const Sum<256>& sum, const CUtensorMap& C, int row0, int col0) {
@@ -1187,9 +1195,9 @@ __global__ void HOPPER_CLUSTER(2) __launch_bounds__(384, 1)
 //   - Tiles are taken in groups of kGroup rows of tiles, so that those worked on at one time form a
 //     square of C (tile_of_block, above).
 //   - Every second tile of a cluster (its second, its fourth and so on) is walked from the end of k
-//     to its beginning, and every second group of tiles from the right to the left. So a tile
-//     begins with those slices of A or B with which the tile before it ended: they are still in the
-//     L2 cache.
+//     to its beginning, and every second group of tiles from the right to the left. So the tiles
+//     of a round begin with slices of A or B with which tiles of the round before ended, of this
+//     cluster or of another one. These slices are still in the L2 cache.
 //   - What one cluster has read from memory, the other clusters find in the L2 cache. If the cache
 //     does not hold all that the tiles of a square need, they find it there only while all of them
 //     are at about the same k. So then the clusters keep in step: Pace makes the fast ones wait.
@@ -1197,17 +1205,18 @@ __global__ void HOPPER_CLUSTER(2) __launch_bounds__(384, 1)
 
 #if HOPPER_CODE
 // dividend / divisor, rounded down, for numbers from 0 to 2^20. It is computed in fp32, in 6
-// instructions instead of 30. The half keeps the exact quotient away from the next whole number, by
-// more than __fdividef is wrong.
+// instructions instead of 30. The 0.5 keeps the quotient at least 0.5 / divisor away from every
+// whole number. The error of __fdividef is smaller than that.
 __device__ inline int quotient(int dividend, int divisor) {
   return static_cast<int>(__fdividef(dividend + 0.5f, static_cast<float>(divisor)));
 }
 
-// Keeps the clusters in step. A pace is kSteps steps. The producers of all clusters count their
-// paces in one number, a GridCount: a number in memory to which all blocks may add (an atomic). Who
-// is more than one pace ahead of the mean waits. For example, one of 64 clusters that has just made
-// its third pace waits until all together have made 2 * 64. But it looks only kPatience times.
-// Waiting only saves reads, and some clusters may not have got a multiprocessor yet.
+// Keeps the clusters in step. A pace is kSteps steps. In each cluster the producer of block 0
+// counts its paces, all of them in one number, a GridCount: a number in memory to which all blocks
+// may add (an atomic). A cluster that is more than one pace ahead of the mean waits. For example,
+// one of 64 clusters that has just made its third pace waits until all together have made 2 * 64.
+// But it looks only kPatience times. Waiting only saves reads, and some clusters may not have got a
+// multiprocessor yet.
 struct Pace {
   static constexpr int kSteps = 16, kPatience = 256;  // kPatience: how often to look
   unsigned* total;

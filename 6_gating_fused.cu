@@ -344,7 +344,7 @@ __global__ void __launch_bounds__(Tiles::kThreads) gating_resident(GatingOperand
 
 #if HOPPER_CODE
 // sigmoid(gate) * value in 5 instructions. The two that approximate, ex2 and rcp, are wrong by 2
-// units in the last place of fp32 at most, and have 0 for what would be denormal.
+// units in the last place of fp32 at most. Where their result would be denormal, they give 0.
 __device__ inline float gated(float gate, float value) {
   return value * reciprocal_approximate(1 + exp2_approximate(-1.44269504f * gate));
 }
@@ -357,9 +357,9 @@ __device__ inline float gated(float gate, float value) {
 // elements need one pair of biases, pair p. The next four are 8 columns further on, so that 64
 // columns are eight pairs.
 //
-// If out ends within these 64 columns, only the first `cols` of them exist. `cols` is even, so a
-// pair exists or it does not. A pair beyond the end gets the last two biases. Its results are never
-// stored.
+// `cols` is how many columns out has from the first of these on. It is even, so a pair exists or it
+// does not. It may be less than 64, and in *clusters* 0 or negative: then no pair exists. A pair
+// beyond the end gets the last two biases. Its results are never stored.
 struct Gate {
 #if HOPPER_CODE
   half2 b1[8], b2[8];
@@ -550,9 +550,10 @@ __global__ void HOPPER_CLUSTER(2) __launch_bounds__(kClusterThreads, 1)
   Shared& shared = *reinterpret_cast<Shared*>(bytes);
   const BlockGrid<2, 1> cluster;
   const int steps = (in.K + kStepK - 1) / kStepK;
-  // A tile of a cluster has 2 BM rows and BH columns of out. Tiles are taken in groups of kGroup
-  // rows of tiles, and within a group column by column. place() returns where this block's part of
-  // a tile begins in out: y is its first row, x its first column.
+  // A tile of a cluster has 2 BM rows and BH columns of out. As in *rasterization*, tiles are taken
+  // in groups of kGroup rows of tiles, within a group column by column, and every second group from
+  // the right to the left. Every second tile of a cluster goes backward along k. place() returns
+  // where this block's part of a tile begins in out: y is its first row, x its first column.
   const int tile_rows = (in.M + 2 * BM - 1) / (2 * BM), tile_cols = (in.H + BH - 1) / BH;
   const int tiles = tile_rows * tile_cols, clusters = cluster.clusters;
   const auto place = [&](int tile) {
@@ -597,7 +598,8 @@ __global__ void HOPPER_CLUSTER(2) __launch_bounds__(kClusterThreads, 1)
           sum.start_product(stage.x.rows(64 * consumer), stage.W, add);
         });
       }
-      // While the last products are on their way: the boxes of the tile before have left.
+      // While the last products are computed, one thread waits until the copy engine has read the
+      // boxes of the tile before.
       if (warp % 4 == 0 && elect_one()) tensor_store_wait_read<0>();
       named_barrier(1 + consumer, 128);
       reader.finish();

@@ -46,8 +46,8 @@
 // room for the basis of about 10^5 vertices. *half fused* and *split-K* keep nothing, and read the
 // basis twice. For a large mesh they read it from memory both the first and the second time. With E
 // = 128 and W = 256 they then move 1.2 times as many bytes as the least. *one launch* needs room
-// for x as well. It keeps the basis of 21000 vertices, and of a larger mesh it reads the rest
-// twice.
+// for x as well. And with W = 256 two blocks keep the same rows of the basis. So it keeps the basis
+// of about 21000 vertices, and of a larger mesh it reads the rest twice.
 //
 // The first three need compute capability 8.0 (bf16 on tensor cores), the last two need 9.0. The
 // CPU backend runs all.
@@ -311,7 +311,7 @@ __global__ void __launch_bounds__(32 * sum_rows(kRowWarps) * kRowWarps)
     in.spectrum[here] = __float2bfloat16_rn(damping(evalue, __bfloat162float(in.times[w])) * s);
   }
   if constexpr (kPass == Pass::backward) {
-    if (rank == 0) partials[0][row][lane] = time_sum;  // where this thread alone has read
+    if (rank == 0) partials[0][row][lane] = time_sum;  // no other thread has read this place
     __syncthreads();
     if (rank > 0 || row > 0 || w >= in.W) return;
     for (int i = 1; i < kSumRows; ++i) time_sum += partials[0][i][lane];
@@ -320,8 +320,8 @@ __global__ void __launch_bounds__(32 * sum_rows(kRowWarps) * kRowWarps)
 }
 
 // What a block of the second product has in shared memory: kW columns of the spectrum, with all its
-// E rows, and kStages tiles of the basis, kV rows each, in boxes of 64 columns. A warp computes
-// kWarpV x kWarpW elements of the result.
+// E rows; kStages tiles of the basis, kV rows each, in boxes of 64 columns; and the warps' staging
+// areas. A warp computes kWarpV x kWarpW elements of the result.
 template <int kRows, int kColumns, int kWarpsAlongV, int kWarpsAlongW, int kStageCount>
 struct ExpandTile {
   static constexpr int kV = kRows, kW = kColumns, kStages = kStageCount, kWarpsW = kWarpsAlongW;
@@ -797,8 +797,8 @@ struct Meeting {
   unsigned start, groups;
   float4 *totals, *next_totals;
 
-  // A block reads this before it arrives, and the number changes when the last one has arrived: all
-  // blocks of a launch read the same.
+  // `start` holds the launch's number. A block reads it before it arrives, and it changes only when
+  // the last block has arrived. So all blocks of a launch read the same number.
   __device__ __forceinline__ Meeting(const BlockWork& work, unsigned* all_arrivals,
                                      float4* all_totals)
       : arrivals(all_arrivals + work.cluster.rank), groups(work.groups) {
@@ -844,7 +844,8 @@ __device__ __forceinline__ void load_x(const BlockWork& work, int t, int stage, 
 }
 
 // Starts the copies of 64 rows of the basis, which are four boxes. Of two blocks, block 0 fetches
-// boxes 0 and 2 for both, and block 1 fetches boxes 1 and 3. Each block fetches its own masses.
+// boxes 0 and 2 for both, and block 1 fetches boxes 1 and 3. Each block fetches the
+// masses for itself alone.
 __device__ __forceinline__ void load_basis(const BlockWork& work, int t, int stage,
                                            Barrier* arrived, uint64_t policy) {
   auto& shared = work.shared;
@@ -868,7 +869,7 @@ __device__ __forceinline__ void put_first_x(const BlockWork& work) {
 // The producer's thread loads the tiles of the first product, after put_first_x().
 template <class Writer>
 __device__ __forceinline__ void load_forth(const BlockWork& work, Writer& writer) {
-  writer.announced = true;
+  writer.announced = true;  // put_first_x() has announced the bytes of the first tile
   for (int t = 0; t < work.tiles; ++t) {
     writer.put(BlockWork::kFirstBytes, [&](int stage, Barrier* arrived) {
       if (t > 0) load_x(work, t, stage, arrived);
@@ -1132,7 +1133,8 @@ __device__ __forceinline__ void expand(const BlockWork& work, Reader reader) {
     wgmma_wait<0>();
     if (thread == 0) tensor_store_wait_read<0>();
     named_barrier(kConsumerBarrier + consumer(), 128);  // the masses have been read, too
-    // Only this consumer has read the stage. But two arrivals give one back, so both are made here.
+    // Only this consumer has read the stage. But each block owes two arrivals for it (see
+    // prepare_barriers). So this consumer makes both.
     if (t >= kClusterStages) {
       reader.give_back();
       reader.give_back();
@@ -1182,6 +1184,7 @@ __global__ void __launch_bounds__(kClusterThreads, 1)
       Writer writer(work.shared.pipeline);
       load_forth(work, writer);
       load_back(work, writer.back(), kClusterStages);
+      // No finish(): a stage is given back only if it is filled again, and put() waits for that.
     } else {  // the spare warps
       zero_totals(work, meeting.next_totals);
       if constexpr (kPass == Pass::backward) {

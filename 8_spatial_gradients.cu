@@ -177,6 +177,7 @@ int64_t one_kernel_bytes(int64_t W) {
 }
 __global__ void __launch_bounds__(kThreads) gradient_features(Operands in) {
   extern __shared__ __align__(128) bf16 tiles[];
+  // `boxes` of 64 columns cover E, `groups` of 64 columns cover W.
   const int boxes = boxes_of(in.E), groups = boxes_of(in.W);
   const int first_phase = groups * boxes, steps = first_phase + groups * groups;
   const int64_t v0 = static_cast<int64_t>(blockIdx.x) * kBox;
@@ -233,8 +234,8 @@ __global__ void __launch_bounds__(kThreads) gradient_features(Operands in) {
 // GPU idle, and there is so little to do that what counts is how often one waits. So a block owns
 // only 32 x 32 results, and its eight warps divide the inner dimension among themselves: a step is
 // 128 of it, and each warp multiplies 16 of these, for all results. At the end the warps' sums are
-// added up in shared memory. That is split-K in a block. The copies of four steps are under way at
-// once.
+// added up in shared memory. That is split-K in a block. The copies of up to four steps are under
+// way at once.
 //
 // The words:
 //   - Lies says how a factor lies in memory: as it is, or transposed.
@@ -517,11 +518,12 @@ struct TangentTile {
 struct RightFactors {
   Box<bf16, kStepK> minus_M2, M1, M2, x;
 };
-// What a block has in shared memory: its columns, in one or two groups of 64, for each group and
-// consumer a box of results, and two stages of tiles. `loaded` is where a group's copies arrive.
+// What a block has in shared memory: its columns, in one or two groups of 64; two boxes of results
+// for each consumer, which it fills in turn; and two stages of tiles. `loaded` is where a group's
+// copies arrive.
 struct ForwardShared {
   RightFactors right[2][kSteps];
-  Box<bf16, kRows> out[2][2];  // [consumer][group]
+  Box<bf16, kRows> out[2][2];  // of each consumer two
   Pipeline<TangentTile, 2> stages;
   Barrier loaded[2];
 };
@@ -594,7 +596,8 @@ __device__ void load_right_factors(ForwardShared& shared, const ForwardMaps& map
 }
 
 // The blocks that share tiles, one beside the other in the grid: gridDim.x of them. Here that is 1,
-// in the next kernel 1 or 2. Each warp gives a stage back for itself, as soon as it has read it.
+// in the next kernel 1 or 2. Each warp gives a stage back for itself, after the first product that
+// uses the fragments from it.
 using Cluster = BlockRow<Releases::warp>;
 
 // What a consumer does. Consumer 0 has the block's tiles 0, 2, 4 and so on, consumer 1 the others,
@@ -727,8 +730,8 @@ __global__ void __launch_bounds__(kForwardThreads, 1)
 //   - cluster.rank is this block's number in its cluster, and cluster.blocks is how many there are.
 //     (Where one block has all W columns, it is alone, and fetches both, Gr and Gi.)
 #if HOPPER_CODE
-// Of 64 rows and 64 columns of Gr and Gi, what this block fetches for all of its cluster: Gr if it
-// is the first one, Gi if it is the last one.
+// Of a tile, which is 64 rows of Gr and Gi with all their columns, what this block fetches for all
+// of its cluster: Gr if it is the first block, Gi if it is the last one.
 template <class AnyCluster>
 __device__ void load_share(TangentTile& to, const CUtensorMap& Gr, const CUtensorMap& Gi, int tile,
                            const AnyCluster& cluster, Barrier* arrived) {
@@ -780,8 +783,8 @@ __global__ void __launch_bounds__(kForwardThreads, 1)
 
 // 1 - tanh(u)^2. Where |tanh(u)| is near 1 that difference would have hardly a digit left. It is
 // the same as 4 e / (1 + e)^2 with e = exp(-2 |u|) <= 1, whose relative error is small for all u:
-// 4 e is computed as a power of 2, and it and the quotient are off by a few units in the last place
-// of fp32. A result below 2^-126 becomes 0.
+// 4 e is computed as a power of 2. The larger |u| is, the larger is the error of the exponent. But
+// the relative error stays far below bf16's rounding. A result below 2^-126 becomes 0.
 __device__ float tanh_slope(float u) {
   constexpr float kLog2E = 1.44269504f;
   const float four_e = exp2_approximate(2 - 2 * kLog2E * fabsf(u));
@@ -1084,16 +1087,16 @@ struct BackwardMaps {
 
 using BackwardCluster = BlockRow<Releases::warpgroup>;  // one thread speaks for a warpgroup
 
-// A maker's sums of 64 vertices and 32 features, 96 registers of a thread. With elements 0 to 15,
-// 16 to 31 and 32 to 47 they are
+// A maker's sums of 64 vertices and 32 features, 96 registers of a thread. Elements 0 to 15, 16 to
+// 31 and 32 to 47 are
 //
 //     by_gr      Gr M1    Gr M2    Gr x = xr
 //     by_gi      Gi M1    Gi M2    Gi x = xi
 //
 // combine() makes ar = Gr M1 - Gi M2 and ai = Gr M2 + Gi M1 of them, in the places of Gr M1 and Gr
-// M2. These are half as many registers again for a feature as forward. But M1 and M2 are on chip
-// only once, and a left factor from shared memory is read once for all three right ones. (128
-// registers do not suffice for fragments of left factors as well.)
+// M2. Forward a thread has 128 registers of sums for 64 features, here it has 96 for 32. But -M2
+// need not be on chip, and a left factor from shared memory is read once for all three right
+// factors. (A maker has 128 registers. Fragments of left factors would not fit beside the sums.)
 struct MakerSums {
   Sum<96> by_gr, by_gi;
 
@@ -1184,7 +1187,8 @@ __device__ void make_products(BackwardShared& shared, const BackwardCluster& clu
   }
 }
 
-// What warpgroup 3 does with each tile, and at the end: to partials (slices, 3, E, W), dM1, dM2, D.
+// What warpgroup 3 does with each tile. At the end it stores its sums dM1, dM2 and D to partials
+// (slices, 3, E, W).
 __device__ void add_products(BackwardShared& shared, const BackwardCluster& cluster,
                              float* partials, int tiles, int col0, int E, int W) {
   Reader reader(shared.stages, cluster);
@@ -1418,7 +1422,7 @@ bool add_cluster(GradientsProblem& table) {
   return true;
 }
 
-// What a backward pass launches after the partial sums. Each kernel starts early.
+// What a backward pass launches after the partial sums. Each is launched early.
 void launch_rest(const Operands& in, const GradientsTemporaries& t) {
   const size_t count = static_cast<size_t>(in.E) * in.W;
   launch_early(add_slices, blocks_for(3 * static_cast<int64_t>(count), 4 * 32), 32 * kSliceWarps, 0,

@@ -1,8 +1,9 @@
 // Bonus: products of multivectors, mixed by matrices of weights
 //
 //     x' = x gate(x_1), y' = y gate(y_1)                        gates and norm as in lesson 10
-//     P_t,k = sum over blades i of grade a, j of grade b with e_i e_j = sign e_k of  sign x'_i y'_j
-//     z_k = sum over grade triples t = (a, grade of k, b) of  P_t,k w[t]
+//     P_t,k = sum of  sign x'_i y'_j,  over all blades i of grade a and j of grade b
+//             with e_i e_j = sign e_k
+//     z_k   = sum of  P_t,k w[t],  over all triples of grades t = (a, grade of k, b)
 //     out = per grade c: z_c / sqrt(mean over features of |z_c|^2 + 1e-6)
 //
 //     x, y, out (2^n blades, batch, features) and w (triples, features, features): fp32, row-major
@@ -55,15 +56,20 @@ using namespace operators::clifford_connected;
 
 // ---- Unfused ------------------------------------------------------------------------------------
 
-// The baseline of the fully connected product: as a framework runs it, with as few products as
-// possible. Gates; a kernel that writes the planes of all products of pairs, of one grade of the
-// result side by side, so that one product of the library's, with the weights of that grade below
-// each other, makes the sum over its triples; the norms. And backward, which has the planes'
-// gradients in their place.
+// The baseline, as a framework runs it, with as few products as possible. One kernel applies the
+// gates. One kernel writes all planes. The planes of one grade of the result form one matrix. So
+// one product of the library for each grade sums over all triples of this grade. Then come the
+// norms. Backward, the planes' gradients take the place of the planes.
+//
+// The words: A is the algebra. A::first(c) is the first blade of grade c. Multivectors<A, W> has W
+// neighbours of each blade. A::triple(t) has the grades x, y and result: a, b and the grade of k in
+// the formula. sum_terms<A, Of::result, t, k> is P_t,k. unroll<a, b>(f) calls f with the constants
+// a to b - 1. Blade 0 is the scalar, which the formulas call 1.
 
-/// Where the planes of a multivector are: of grade c of the result a matrix with a row for each of
-/// its blades and each row of the batch, in which the grade's triples are next to each other.
-/// visit(t, c, first blade's place, elements from blade to blade) for each triple.
+/// Where a multivector's planes are. Grade c of the result has one matrix. Its rows are first the
+/// batch for the first blade, then the batch for the next one, and so on. A row has `features`
+/// numbers of each triple of the grade, triple after triple. For each triple, visit() gets t, c,
+/// the place of the first blade's element, and the distance to the next blade's.
 template <typename A, typename Visit>
 __device__ __forceinline__ void for_planes(size_t at, const Layer& layer, Visit visit) {
   const size_t n = at / layer.features, f = at % layer.features;
@@ -119,8 +125,8 @@ __global__ void multiply_pairs_gradient(const float* x, const float* y, const fl
   });
 }
 
-/// Matrices of `size` elements, of triples, to the order of Order, or from it: a row of blocks
-/// each.
+/// Copies the triples' matrices, `size` elements each, into the order of Order, or, if `back`, from
+/// it to the order of w. Each row of the grid copies one matrix.
 template <typename A>
 __global__ void order_weights(const float* from, float* to, size_t size, bool back,
                               const __grid_constant__ Order<A> order) {
@@ -156,8 +162,8 @@ struct UnfusedConnected {
     return x.bytes() + y.bytes() + planes.bytes() + weights.bytes() +
            (of.layer.normed ? z.bytes() + inverses.bytes() : 0);
   }
-  /// Of the product of grade c: where the planes, weights and results start, the rows of the planes
-  /// and of the weights.
+  /// Of the product for grade c: where its planes, weights and results start, and how many rows the
+  /// matrix of planes (rows_of) and the matrix of weights (depth_of) have.
   size_t planes_of(int c) const { return order.plane[c] * of.layer.plane(); }
   size_t weights_of(int c) const { return order.slot[c] * matrix(); }
   size_t results_of(int c) const { return order.blade[c] * of.layer.plane(); }
@@ -284,7 +290,7 @@ __device__ __forceinline__ void forward_tile(const float* x, const float* y, con
       const int row = e / 8, f = e % 8;
       Multivectors<A, 1> left = load_inside<A>(x, row0 + row, k + f, layer);
       const Multivectors<A, 1> right = load_inside<A>(y, row0 + row, k + f, layer);
-      apply_gates(left, right);
+      apply_gates(left, right);  // multiplies x by both gates: all terms are products of x and y
       float* to = planes + TileWarp::place<2>(row, f / 4) + f % 4;
       Own::for_triples([&](auto c, auto i) {
         constexpr int first = A::first(c), t = Own::triple(c, i);
@@ -352,8 +358,8 @@ __global__ void __launch_bounds__(kTileThreads)
 
 // ---- Planes beside the product ------------------------------------------------------------------
 
-// Every block above makes its planes again, as many times as there are tiles of columns, and while
-// it makes them its tensor cores wait. Hopper's copy engine can bring finished planes while tensor
+// Above, a plane is made once for each tile of columns, and a block's tensor cores wait meanwhile.
+// Hopper's copy engine can bring finished planes while tensor
 // cores work; *planes first* makes them by a kernel before (PlaneMaker in planes.cuh).
 // What is left is lesson 3's product in TF32 (operators/clifford_connected/tf32_product.cuh): a
 // tile is 128 rows of one blade k by 256 features, and its sum goes over all triples of k's grade
@@ -361,13 +367,14 @@ __global__ void __launch_bounds__(kTileThreads)
 // rows and grade share a norm. If all of them are multiplied at the same time, they scale z before
 // they store it (RoundNorm in planes.cuh); else a small kernel does (normalize_rest).
 // *planes beside*: three warps of each block make planes during the product. Makers and tiles go in
-// the same order: rows for the first tiles come first, of these the first features. For each 128
-// rows and features a counter says how many rows are made; the thread that starts the copies waits
-// for all. The planes that the first tiles begin with, of 256 features, are made before the
-// product.
+// the same order: rows for the first tiles come first, of these the first features. For each patch
+// of 128 rows and 128 features a counter says how many of its rows are made. The thread that starts
+// the copies waits until all 128 are. For the rows of the first tiles, the planes of the first 256
+// features are made before the product.
 //
-// It hides only a part: per step wgmma reads 80 KB of shared memory, and 48 KB arrive, 128 bytes a
-// cycle, all that there is; what makers load and store goes the same way. (Counted, not measured.)
+// This hides only a part. A step is 32 of k. With 128 x 256 results it takes 1024 cycles. In them
+// wgmma reads 80 KB of shared memory, and 48 KB arrive: together 128 bytes a cycle, all that shared
+// memory can do. What makers load and store needs it, too. (Counted, not measured.)
 //
 // Backward has the same product for both gradients. Their left operands, dz and planes, lie as (k,
 // rows): wgmma takes those from registers, so neither has to be in memory both ways round.

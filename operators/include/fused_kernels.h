@@ -85,9 +85,10 @@ FK_API const char* fk_last_way(void);
 /* Switches on (1) or off (0) that a call tries several ways to compute its result and keeps the
  * fastest; at first it is off. While it is on, the first call of each description, in any thread,
  * launches several ways several times, with the operands that it is given: ways that need no more
- * workspace than the query says. It waits for its stream, and writes its results as ever. The fastest way is kept for this
- * description on this device. Where the stream is captured nothing is tried. With 0, calls use
- * what was found, and for other descriptions the way that should be the fastest.
+ * workspace than the query says. It waits for its stream, and writes its results as ever. The
+ * fastest way is kept for this description on this device. Where the stream is captured nothing is
+ * tried. With 0, calls use what was found, and for other descriptions the way that should be the
+ * fastest.
  * Errors: FK_BAD_ARGUMENT if `on` is another number. */
 FK_API int fk_tune(int on);
 
