@@ -328,8 +328,8 @@ MUTANTS = [
         DATA_RACE, *SHARED_PRODUCT, "--kernel", "^operator$",
     ),
     _wrong(
-        1, "two_pieces_of_a_block_in_one_room", PRODUCT, "float4* room(",
-        "(block == first ? 1 : 0)", "0",
+        1, "last_piece_of_a_tile_left_out", PRODUCT, "bool add_up(",
+        "block <= piece.last", "block < piece.last",
         "operator .*FAILED", *SHARED_PRODUCT, "--kernel", "^operator$",
     ),
     _other(
