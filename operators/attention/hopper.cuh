@@ -173,8 +173,8 @@ __device__ __forceinline__ void bring(AttentionShared<Tile>& shared, const Atten
       }
     });
   };
+  wait_for_previous_kernel();  // it may have written the counters' zeros
   // K of each tile comes before V of the tile before it, also from one piece of work to the next.
-  wait_for_previous_kernel();
   AttentionWork before;
   bool first = true;
   unsigned number = blockIdx.x;

@@ -339,8 +339,7 @@ struct Fp32Timetable {
 template <int kBlockFloats>
 struct Fp32Handover {
   float* sums;
-  unsigned*
-      arrived;  ///< a count for each block, of the tile that begins there: see is_last_block()
+  unsigned* arrived;  ///< for each block, of the tile that begins there: see is_last_block()
 
   static size_t floats(int blocks) { return size_t{2 * kBlockFloats} * blocks; }
 
@@ -507,10 +506,10 @@ struct Fp32Launches {
           <<<shape.depth, kFp32Threads, 0, stream>>>(B, *needed->copy, shape.cols, pitch);
     Fp32Handover<Tile::BM * Tile::BN> handover{};
     if (plan.shares_tiles()) handover = {needed->sums->data(), needed->arrived->data()};
-    // Early only after the small launch that writes zeros, if there is one: among the blocks of one
-    // that copies B these would find places on few multiprocessors, two or three on each.
     const Fp32Operands of{A, kCopied ? needed->copy->data() : B.data(), C, shape,
                           kCopied ? pitch : shape.cols};
+    // Early only after the small launch that writes zeros, if there is one: among the blocks of one
+    // that copies B these would find places on few multiprocessors, two or three on each.
     launch_clusters_on(stream, fp32_product<Tile, kAligned>, 1, plan.shares_tiles(), plan.blocks,
                        kFp32Threads, Tile::kSharedBytes, of, plan, handover);
   }
