@@ -70,7 +70,7 @@ struct ProductTable {
   // A row of the operator, if it has a way on this device.
   template <class Product>
   Kernel* add(const char* name, const ProductShape& shape) const {
-    const Product product(workspace_of(problem), A, B, C, shape);
+    Product product(workspace_of(problem), A, B, C, shape);
     const auto ways = ways_of_row(product.ways());
     if (ways.empty()) return nullptr;
     problem.compare(name, "cuBLASLt, best",

@@ -89,14 +89,17 @@ class GatedProduct {
         shape_{x_.rows, 2 * W1_.cols, x_.cols},
         workspace_(workspace) {}
 
-  std::vector<Way> ways() const {
+  std::vector<Way> ways() {
     using Choice = TileChoice<Tiles<half, 128, 256, 2, 1, 2>, Tiles<half, 192, 128, 2, 1, 1>,
                               Tiles<half, 128, 128, 2, 1, 1>, Tiles<half, 64, 128, 2, 1, 1>>;
-    std::vector<Way> ways = Choice::ways<StoreGated>(
-        workspace_, shape_, x_.stride, W1_.stride,
+    Ways ways(workspace_);
+    Choice::offer<StoreGated>(
+        ways, exchange_, shape_, x_.stride, W1_.stride,
         [self = *this]<class Tile>(const ProductPlan& plan) { self.launch<Tile>(plan); });
-    for (Way& way : ways) way.microseconds += copying();
-    return ways;
+    exchange_.allocate(workspace_);
+    std::vector<Way> found = ways.found();
+    for (Way& way : found) way.microseconds += copying();
+    return found;
   }
 
  private:
@@ -117,15 +120,16 @@ class GatedProduct {
                     {{W1_.map(Tile::kRowsB), W2_.map(Tile::kRowsB)}},
                     {rounded_to<half>(memory_.out, x_.rows, W1_.cols, 64, memory_.out_stride),
                      memory_.b1, memory_.b2},
-                    Schedule<Tile>(shape_, plan.clusters, plan.split),
-                    exchange_.exchange<half>(shape_, plan.split)};
+                    Schedule<Tile>(shape_, plan.clusters, plan.shares),
+                    exchange_.exchange<half>(shape_, plan.shares)};
     const RowCopies<half, 3> copies{x_.job(), W1_.job(), W2_.job()};
     const bool copied = copies.blocks().x > 0;
+    const bool early = copied || work.exchange.ended;  // after copies, or zeros
     if (copied) {
       align_rows<half, 3><<<copies.blocks(), kCopyThreads, 0, workspace_.stream>>>(copies);
     }
     allow_shared_bytes(operators::product::product<Work>, kBytes);
-    launch_clusters_on(workspace_.stream, operators::product::product<Work>, 1, copied,
+    launch_clusters_on(workspace_.stream, operators::product::product<Work>, 1, early,
                        plan.clusters * Tile::kBlocks, Tile::kThreads, kBytes, work);
   }
 

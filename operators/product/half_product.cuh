@@ -50,24 +50,22 @@ class HalfProduct {
         shape_(shape),
         workspace_(workspace) {}
 
-  std::vector<Way> ways() const {
-    std::vector<Way> all = Choice::template ways<StoreRounded<T>>(
-        workspace_, shape_, A_.stride, B_.stride,
+  std::vector<Way> ways() {
+    Ways ways(workspace_);
+    Choice::template offer<StoreRounded<T>>(
+        ways, exchange_, shape_, A_.stride, B_.stride,
         [self = *this]<class Tile>(const ProductPlan& plan) { self.template launch<Tile>(plan); },
         c_stride_ != 0);
-    add_slices<Tiles<T, 64, 64, 1, 1, 1>, 4>(all);
-    add_slices<Tiles<T, 64, 128, 1, 1, 2>, 4>(all);
-    add_slices<Tiles<T, 128, 128, 1, 1, 2>, 2>(all);
-    add_slices<Tiles<T, 128, 128, 1, 1, 2>, 4>(all);
-    add_slices<Tiles<T, 64, 128, 2, 1, 2>, 2>(all);
-    add_slices<Tiles<T, 128, 128, 2, 2, 2>, 2>(all);
-    add_slices<Tiles<T, 128, 256, 2, 1, 2>>(all);
-    add_slices<OneRow<TransposedTiles<T, 32, 128, 1, 1>>>(all);
-    add_slices<OneRow<Tiles<T, 64, 64, 1, 1, 1>>, 4>(all);
-    add_slices<OneRow<Tiles<T, 64, 128, 1, 1, 2>>, 2>(all);
-    add_slices<OneRow<Tiles<T, 64, 128, 2, 1, 2>>>(all);
-    add_slices<OneRow<Tiles<T, 128, 192, 2, 1, 3>>>(all);
-    return all;
+    offer_slices<Tiles<T, 64, 64, 1, 1, 1>, 4>(ways);
+    offer_slices<Tiles<T, 64, 128, 1, 1, 2>, 4>(ways);
+    offer_slices<Tiles<T, 128, 128, 1, 1, 2>, 2>(ways);
+    offer_slices<Tiles<T, 128, 128, 1, 1, 2>, 4>(ways);
+    offer_slices<Tiles<T, 64, 128, 2, 1, 2>, 2>(ways);
+    offer_slices<Tiles<T, 128, 128, 2, 2, 2>, 2>(ways);
+    offer_slices<OneRow<Tiles<T, 64, 64, 1, 1, 1>>, 4>(ways);
+    offer_slices<OneRow<Tiles<T, 64, 128, 1, 1, 2>>, 2>(ways);
+    exchange_.allocate(workspace_);
+    return ways.found();
   }
 
  private:
@@ -109,8 +107,8 @@ class HalfProduct {
 
   template <class Tile>
   void launch(const ProductPlan& plan) const {
-    launch(work<Tile>(Schedule<Tile>(shape_, plan.clusters, plan.split),
-                      exchange_.template exchange<T>(shape_, plan.split)));
+    launch(work<Tile>(Schedule<Tile>(shape_, plan.clusters, plan.shares),
+                      exchange_.template exchange<T>(shape_, plan.shares)));
   }
   template <class Work>
   void launch(const Work& work) const {
@@ -118,20 +116,22 @@ class HalfProduct {
   }
 
   /// The way in slices, of which a cluster has kOfCluster beside each other (SlicedProduct).
-  template <class Tile, int kOfCluster = 1>
-  void add_slices(std::vector<Way>& all) const {
+  template <class Tile, int kOfCluster>
+  void offer_slices(Ways& ways) {
     using Work = SlicedProduct<Whole<Tile, kOfCluster>, kOfCluster>;
     constexpr bool kInBoxes = Tile::BN / kOfCluster % kBoxCols == 0;  // of a block's columns
     if (!suits<Tile>(shape_) || (c_stride_ != 0 && !kInBoxes)) return;
-    product::add_slices<Work>(
-        all, workspace_, shape_, name_of_tile<Tile>(),
+    product::offer_slices<Work>(
+        ways, exchange_, shape_, name_of_tile<Tile>(),
         [&](int clusters, int slices) {
           return tile_microseconds<Tile>(shape_, A_.stride, B_.stride, 1, clusters, slices);
         },
-        [self = *this](const SlicedPlan& plan, const SliceExchange& exchange) {
-          const auto schedule = Schedule<Tile>::sliced(self.shape_, plan.slices);
+        [self = *this](const SlicedPlan& plan) {
+          const Schedule<Tile> schedule(self.shape_, plan.tiles * plan.slices, true);
+          auto exchange = self.exchange_.template exchange<T>(self.shape_, plan.clusters > 1);
+          exchange.pace = nullptr;
           self.launch(
-              Work{self.template work<Tile, kOfCluster>(schedule, {}), exchange, plan.clusters});
+              Work{self.template work<Tile, kOfCluster>(schedule, exchange), plan.clusters});
         });
   }
 

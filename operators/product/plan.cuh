@@ -5,6 +5,7 @@
 #include <algorithm>
 #include <cmath>
 #include <limits>
+#include <memory>
 #include <string>
 #include <vector>
 
@@ -147,29 +148,48 @@ constexpr bool leaves_in_boxes() {
   return Tile::BN % kBoxCols == 0;
 }
 
-/// The memory for an Exchange. A grid has three consumers for each multiprocessor at most. Where a
-/// launch is not alone, no cluster waits for another one's part of a tile.
-struct ExchangeMemory {
-  Memory<unsigned> flags;
-  Memory<float> partial;  // a tile for each multiprocessor
-  int64_t l2_bytes;
-
+/// The memory for an Exchange. What shared tiles need is known when all ways have been offered.
+class ExchangeMemory {
+ public:
   explicit ExchangeMemory(const Workspace& workspace)
-      : flags(workspace.zeros<unsigned>(1 + (workspace.alone ? 3 * multiprocessors() : 0))),
-        partial(workspace.any<float>(
-            workspace.alone ? static_cast<size_t>(multiprocessors()) * 192 * 256 : 1)),
-        l2_bytes(device_attribute(cudaDevAttrL2CacheSize)) {}
-
-  /// Clusters keep in step where the L2 cache does not hold what a square of 2048 rows and as many
-  /// columns reads. (They wait for each other only so long, whether all of them run or not.)
-  /// `split`: tiles are shared. What a launch does not need it does not ask for: zeros would have
-  /// to be written.
-  template <typename T>
-  Exchange exchange(const ProductShape& shape, bool split) const {
-    const bool in_step = int64_t{2 * 2048 * sizeof(T)} * shape.depth > l2_bytes;
-    return {in_step ? flags.data() : nullptr, split ? flags + 1 : nullptr,
-            split ? partial.data() : nullptr};
+      : all_ways_(workspace.all_ways),
+        l2_bytes_(device_attribute(cudaDevAttrL2CacheSize)),
+        memory_(std::make_shared<Allocated>(Allocated{
+            workspace.zeros<unsigned>(1), workspace.zeros<unsigned>(1), workspace.any<float>(1)})) {
   }
+
+  /// For a way that is wanted, in place of all before it if only one is.
+  void needs(size_t counts, size_t floats) {
+    counts_ = all_ways_ ? std::max(counts_, counts) : counts;
+    floats_ = all_ways_ ? std::max(floats_, floats) : floats;
+  }
+  /// Also for the copies of this memory that ways have.
+  void allocate(const Workspace& workspace) {
+    if (counts_ == 0) return;
+    memory_->ended = workspace.zeros<unsigned>(counts_);
+    memory_->partial = workspace.any<float>(floats_);
+  }
+
+  /// For launches. Clusters keep in step where the L2 cache does not hold what a square of 2048
+  /// rows and as many columns reads. (They wait for each other only so long, whether all of them
+  /// run or not.) `shares`: tiles are shared. What a launch does not need it does not ask for:
+  /// zeros would have to be written.
+  template <typename T>
+  Exchange exchange(const ProductShape& shape, bool shares) const {
+    const bool in_step = int64_t{2 * 2048 * sizeof(T)} * shape.depth > l2_bytes_;
+    return {in_step ? memory_->pace.data() : nullptr, shares ? memory_->ended.data() : nullptr,
+            shares ? memory_->partial.data() : nullptr};
+  }
+
+ private:
+  struct Allocated {
+    Memory<unsigned> pace, ended;
+    Memory<float> partial;
+  };
+  bool all_ways_;
+  int64_t l2_bytes_;
+  size_t counts_ = 0, floats_ = 0;
+  std::shared_ptr<Allocated> memory_;
 };
 
 /// How many clusters of a product's kernel the current device holds: found once a device.
@@ -202,16 +222,16 @@ void launch_product(const Work& work, const AlignedRows<T>& A, const AlignedRows
     align_rows<T, 2><<<copies.blocks(), kCopyThreads, 0, stream>>>(copies);
   }
   allow_shared_bytes(product<Work>, kBytes);
-  bool early = A.copied || B.copied;
-  if constexpr (requires { work.slices; }) early = early || work.slices > 1;  // after zeros
+  const bool early = A.copied || B.copied || work.exchange.ended;  // after copies, or zeros
   launch_clusters_on(stream, product<Work>, 1, early, work.schedule.clusters * Tile::kBlocks,
                      Tile::kThreads, kBytes, work);
 }
 
-/// How a product is computed with some tiles, and how long that should take.
+/// How a product is computed with some tiles, and how long that should take. `shares`: several
+/// clusters have pieces of a tile (Schedule).
 struct ProductPlan {
   int clusters;
-  bool split;
+  bool shares;
   double microseconds;
 };
 
@@ -254,31 +274,77 @@ double tile_microseconds(const ProductShape& shape, int64_t stride_a, int64_t st
        .memory_bytes = bytes + displaced_bytes(bytes, kIsOneRow<Tile>)});
 }
 
-/// The plans for some tiles: one, and a second if tiles can be shared; none if no cluster fits, or
-/// there are too many tiles. Whoever shares a tile hands a sum over through memory, and the other
-/// one waits for it: that takes 10 us. It is the cluster of the lower number that waits, so tiles
-/// are shared only where a launch is `alone` (see Workspace).
-template <class Tile, class Epilogue>
-std::vector<ProductPlan> plan_product(const ProductShape& shape, int64_t stride_a, int64_t stride_b,
-                                      bool alone) {
-  using Work = MatrixProduct<Tile, Epilogue>;
-  if (!suits<Tile>(shape)) return {};
+/// How long it takes, once a tile's pieces have been multiplied, until their sums are one: a piece
+/// has kPart elements for each thread. The cluster that comes last reads one piece after another,
+/// which the L2 cache holds. (Measured.)
+constexpr double handover_microseconds(double pieces, int part, bool first_in_cluster = false) {
+  return (first_in_cluster ? 1.2 : 2) + (0.2 + 0.025 / 4 * part) * pieces;
+}
+
+/// A cluster that shares a tile has so many steps at least.
+inline constexpr int kLeastSteps = 8;
+
+/// The plans for the Work of a product: one of whole tiles, and others in which tiles are shared;
+/// none if no cluster fits, or there are too many tiles. estimate(rounds, clusters) is how long the
+/// product should take if so many clusters have so many tiles each.
+template <class Work, typename Estimate>
+std::vector<ProductPlan> plan_product(const ProductShape& shape, Estimate estimate) {
+  using Tile = typename Work::Tile;
   const int capacity = clusters_that_fit_once<Work>();
   if (capacity == 0 || Schedule<Tile>::tiles_of(shape) > Schedule<Tile>::kMostTiles) return {};
-  const Schedule<Tile> whole(shape, capacity, false), shared(shape, capacity, true);
-  const int clusters = static_cast<int>(persistent(whole.tiles, capacity));
-  const auto estimate = [&](double rounds, int of_clusters) {
-    return tile_microseconds<Tile>(shape, stride_a, stride_b, rounds, of_clusters);
-  };
+  const Schedule<Tile> whole(shape, capacity, false);
+  const int tiles = whole.tiles, clusters = static_cast<int>(persistent(tiles, capacity));
   std::vector<ProductPlan> plans = {{clusters, false, estimate(whole.rounds, clusters)}};
-  if (alone && shared.shared > 0) {
-    plans.push_back({capacity, true, 10 + estimate(1.0 * whole.tiles / capacity, capacity)});
+  const auto add = [&](int of_clusters, double pieces) {
+    const Schedule<Tile> shared(shape, of_clusters, true);
+    if (shared.shared == 0 || int64_t{tiles} * whole.steps < int64_t{kLeastSteps} * of_clusters) {
+      return false;
+    }
+    const double time = estimate(1.0 * tiles / of_clusters, of_clusters) +
+                        handover_microseconds(pieces, Work::Sum::size());
+    plans.push_back({of_clusters, true, time});
+    return true;
+  };
+  if (capacity % tiles != 0)
+    add(capacity, tiles > capacity ? 2 : 1 + std::ceil(1.0 * capacity / tiles));
+  // Slices of equal sizes: so many as suit best. More of them are added up for longer.
+  for (int slices = 2; slices <= capacity / tiles && add(tiles * slices, slices); ++slices) {
+    const size_t last = plans.size() - 1;
+    if (slices == 2) continue;
+    const bool better = plans[last].microseconds < plans[last - 1].microseconds;
+    plans.erase(plans.end() - (better ? 2 : 1));
+    if (!better) break;
   }
   return plans;
 }
 
-/// How a product is computed in slices: how many clusters a tile has; in how many slices k is cut;
-/// and how long that should take.
+/// Offers a plan of a Work of tiles with this name. launch(plan) launches it. `copies` says what is
+/// copied before.
+template <class Work, typename Launch>
+void offer_plan(Ways& ways, ExchangeMemory& exchange, const ProductShape& shape,
+                const ProductPlan& plan, const std::string& name, Launch launch,
+                const std::string& copies = {}) {
+  using Tile = typename Work::Tile;
+  const Schedule<Tile> schedule(shape, plan.clusters, plan.shares);
+  const bool wanted = ways.offer(plan.microseconds, [&] {
+    const bool slices = plan.shares && plan.clusters % schedule.tiles == 0;
+    return Way{name +
+                   (slices ? "; slices: " + std::to_string(plan.clusters / schedule.tiles)
+                           : "; clusters: " + std::to_string(plan.clusters) +
+                                 (plan.shares ? "; tiles shared" : "")) +
+                   copies,
+               plan.microseconds, [launch, plan] { launch(plan); },
+               static_cast<int>(sizeof(typename Work::Shared))};
+  });
+  if (!wanted) return;
+  const size_t consumers = kClusterBlocks<Work> * Tile::kConsumers;
+  const size_t places = size_t{2} * plan.clusters;
+  exchange.needs(plan.shares ? schedule.shared * consumers : 0,
+                 plan.shares ? places * consumers * 128 * Work::Sum::size() : 0);
+}
+
+/// How a product is computed in slices of clusters: how many clusters a tile has; in how many
+/// slices k is cut; and how long that should take.
 struct SlicedPlan {
   int tiles, clusters, slices;
   double microseconds;
@@ -287,29 +353,24 @@ struct SlicedPlan {
 /// The plan with the number of slices that should be the fastest; none where a slice would have
 /// fewer than kLeastSteps steps, or a multiprocessor more than one. product(all, slices) is how
 /// long so many slices of all tiles should take that have one `slices`-th of a tile's steps each.
-/// The last cluster of a tile adds up: it reads one slice's sums after another, which the L2 cache
-/// holds. The blocks of a cluster send each other their sums. How long both take was measured.
-inline constexpr int kLeastSteps = 8;
+/// The blocks of a cluster send each other their sums. How long that takes was measured.
 template <class Work, typename Product>
 std::vector<SlicedPlan> plan_slices(const ProductShape& shape, Product product) {
   using Tile = typename Work::Tile;
   constexpr int kOfCluster = Work::kSlicesOfCluster;
   const int64_t capacity = clusters_that_fit_once<Work>();
   const int64_t tiles = Schedule<Tile>::tiles_of(shape);
-  const int64_t steps = ceil_div(int64_t{shape.depth}, int64_t{kLine<typename Tile::Element>});
-  const double in_cluster = kOfCluster > 1 ? 1 + std::log2(kOfCluster) : 0;
-  const double first = kOfCluster > 1 ? 1.2 : 2, of_slice = 0.2 + 0.025 / 4 * Work::Part::size();
   std::vector<SlicedPlan> best;
-  for (int64_t clusters = kOfCluster > 1 ? 1 : 2; clusters <= capacity / tiles; ++clusters) {
+  for (int64_t clusters = 1; clusters <= capacity / tiles; ++clusters) {
     const int64_t slices = clusters * kOfCluster;
-    // A cluster counts its steps in 32 bits.
-    if (slices > steps / kLeastSteps ||
-        tiles * slices * tiles * steps > std::numeric_limits<int>::max()) {
-      break;
-    }
+    const Schedule<Tile> schedule(shape, static_cast<int>(tiles * slices), true);
+    if (slices > schedule.steps / kLeastSteps || schedule.shared == 0) break;
     const double microseconds =
-        product(static_cast<int>(tiles * slices), static_cast<int>(slices)) + in_cluster +
-        (clusters > 1 ? first + of_slice * static_cast<double>(clusters) : 0);
+        product(static_cast<int>(tiles * slices), static_cast<int>(slices)) + 1 +
+        std::log2(kOfCluster) +
+        (clusters > 1
+             ? handover_microseconds(static_cast<double>(clusters), Work::Part::size(), true)
+             : 0);
     if (!best.empty() && microseconds >= best[0].microseconds) continue;
     best = {{static_cast<int>(tiles), static_cast<int>(clusters), static_cast<int>(slices),
              microseconds}};
@@ -317,33 +378,25 @@ std::vector<SlicedPlan> plan_slices(const ProductShape& shape, Product product) 
   return best;
 }
 
-/// Adds the way in slices of a Work to `all`, if there is one, and if it is wanted: in place of all
-/// before it, it has to be the fastest. `name`: of its tiles. launch(plan, exchange) launches it.
+/// Offers the way in slices of a SlicedProduct, if there is one. `name`: of its tiles. launch(plan)
+/// launches it.
 template <class Work, typename Product, typename Launch>
-void add_slices(std::vector<Way>& all, const Workspace& workspace, const ProductShape& shape,
-                const std::string& name_of_tiles, Product product, Launch launch) {
+void offer_slices(Ways& ways, ExchangeMemory& exchange, const ProductShape& shape,
+                  const std::string& name_of_tiles, Product product, Launch launch) {
   using Tile = typename Work::Tile;
   for (const SlicedPlan& plan : plan_slices<Work>(shape, product)) {
-    constexpr int kOfCluster = Work::kSlicesOfCluster;
-    const std::string name =
-        name_of_tiles + "; slices: " + std::to_string(plan.slices) +
-        (kOfCluster > 1 ? "; of a cluster: " + std::to_string(kOfCluster) : "") +
-        (kOfCluster > 1 && Tile::kBlocks > 1 ? "; that share copies" : "");
-    const bool wanted = workspace.all_ways || workspace.only == name ||
-                        std::all_of(all.begin(), all.end(), [&](const Way& way) {
-                          return plan.microseconds < way.microseconds;
-                        });
+    const bool wanted = ways.offer(plan.microseconds, [&] {
+      return Way{name_of_tiles + "; slices: " + std::to_string(plan.slices) +
+                     "; of a cluster: " + std::to_string(Work::kSlicesOfCluster) +
+                     (Tile::kBlocks > 1 ? "; that share copies" : ""),
+                 plan.microseconds, [launch, plan] { launch(plan); },
+                 static_cast<int>(sizeof(typename Work::Shared))};
+    });
     if (!wanted) continue;
-    const int64_t consumers = int64_t{plan.tiles} * kClusterBlocks<Work> * Tile::kConsumers;
     const bool in_memory = plan.clusters > 1;
-    const auto ended = workspace.template zeros<unsigned>(in_memory ? consumers : 1);
-    const auto partial = workspace.template any<float>(
-        in_memory ? consumers * plan.clusters * 128 * Work::Part::size() : 1);
-    all.push_back({name, plan.microseconds,
-                   [=] {
-                     launch(plan, SliceExchange{partial, in_memory ? ended.data() : nullptr});
-                   },
-                   static_cast<int>(sizeof(typename Work::Shared))});
+    const size_t consumers = size_t{kClusterBlocks<Work>} * Tile::kConsumers * plan.tiles;
+    exchange.needs(in_memory ? consumers : 0,
+                   in_memory ? consumers * plan.clusters * 128 * Work::Part::size() : 0);
   }
 }
 
@@ -360,31 +413,29 @@ std::string name_of_tile() {
 template <class... Tile>
 struct TileChoice {
   template <class Epilogue, typename Launch>
-  static std::vector<Way> ways(const Workspace& workspace, const ProductShape& shape,
-                               int64_t stride_a, int64_t stride_b, const Launch& launch,
-                               bool in_boxes = false) {
-    Ways ways(workspace);
+  static void offer(Ways& ways, ExchangeMemory& exchange, const ProductShape& shape,
+                    int64_t stride_a, int64_t stride_b, const Launch& launch,
+                    bool in_boxes = false) {
     const auto add_plans = [&]<class Each>() {
-      if (in_boxes && !leaves_in_boxes<Each>()) return;
-      for (const ProductPlan& plan :
-           plan_product<Each, Epilogue>(shape, stride_a, stride_b, workspace.alone)) {
-        ways.offer(plan.microseconds, [&] {
-          return Way{name_of<Each>(plan, ProductShared<Each>::kStages), plan.microseconds,
-                     [launch, plan] { launch.template operator()<Each>(plan); },
-                     static_cast<int>(sizeof(ProductShared<Each>))};
-        });
+      using Work = MatrixProduct<Each, Epilogue>;
+      if (!suits<Each>(shape) || (in_boxes && !leaves_in_boxes<Each>())) return;
+      const auto estimate = [&](double rounds, int clusters) {
+        return tile_microseconds<Each>(shape, stride_a, stride_b, rounds, clusters);
+      };
+      for (const ProductPlan& plan : plan_product<Work>(shape, estimate)) {
+        offer_plan<Work>(
+            ways, exchange, shape, plan, name_of<Each>(),
+            [launch](const ProductPlan& chosen) { launch.template operator()<Each>(chosen); });
       }
     };
     (add_plans.template operator()<Tile>(), ...);
-    return ways.found();
   }
 
-  /// "tile 176 x 192, transposed; stages: 4; cluster: 2 x 1; clusters: 66; tiles shared"
+  /// "tile 176 x 192, transposed; stages: 4; cluster: 2 x 1"
   template <class Each>
-  static std::string name_of(const ProductPlan& plan, int stages) {
-    return name_of_tile<Each>() + "; stages: " + std::to_string(stages) +
-           "; cluster: " + std::to_string(Each::kStack) + " x " + std::to_string(Each::kSide) +
-           "; clusters: " + std::to_string(plan.clusters) + (plan.split ? "; tiles shared" : "");
+  static std::string name_of() {
+    return name_of_tile<Each>() + "; stages: " + std::to_string(ProductShared<Each>::kStages) +
+           "; cluster: " + std::to_string(Each::kStack) + " x " + std::to_string(Each::kSide);
   }
 };
 

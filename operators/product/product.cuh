@@ -158,6 +158,7 @@ struct ProductShared {
   static constexpr int kStages = (kSharedRoom - kOutBytes) / sizeof(typename Tile::Stage);
   Pipeline<typename Tile::Stage, kStages> pipeline;
   OutBox out[Tile::kConsumers][Tile::kOut];
+  unsigned ended[Tile::kConsumers];  ///< see Handover
 };
 
 #if HOPPER_CODE
@@ -174,10 +175,24 @@ struct Piece {
   int tile, begin, end;
 };
 
+/// The clusters that share a tile: those from `first` to `last`. The tile is the number `tile` of
+/// those that are shared. Where its first cluster has had a piece of another tile, too, that is in
+/// memory at the place of the cluster itself, and this piece `moved` places further.
+struct Sharers {
+  int tile, first, last, moved;
+
+  __host__ __device__ int place(int cluster) const {
+    return cluster == first ? cluster + moved : cluster;
+  }
+};
+
 /// Which tiles a cluster takes, and in which order. Clusters take whole tiles in turn, for `rounds`
-/// rounds; what is left, `shared` tiles, at least as many as there are clusters, is divided into
-/// ranges of equally many steps. A tile is then shared by two clusters at most: one ends with its
-/// first steps, and the next one began with the rest of it.
+/// rounds; what is left, `shared` tiles, is divided into ranges of equally many steps, one for each
+/// cluster (stream-K). Of more tiles than clusters at least as many are shared as there are
+/// clusters, so that two clusters at most have pieces of a tile: one ends with its first steps, and
+/// the next one began with the rest of it. Of fewer tiles than clusters all are shared. Where there
+/// are `slices` times as many clusters as tiles each has one of the equal slices of a tile
+/// (split-K).
 template <class Tile>
 struct Schedule {
   static constexpr int kRows = Tile::BM * Tile::kStack, kCols = Tile::BN * Tile::kSide;
@@ -192,7 +207,7 @@ struct Schedule {
   }
 
   /// With more than kMostTiles an Error. Tiles are not shared where a cluster could not work out
-  /// its steps in 32 bits.
+  /// its steps in 32 bits, or where `split` is false, or where no steps would be saved.
   constexpr Schedule(const ProductShape& of, int cluster_count, bool split)
       : shape(of),
         tile_rows((shape.rows + kRows - 1) / kRows),
@@ -207,19 +222,29 @@ struct Schedule {
                   std::to_string(of.cols) + " columns has " + std::to_string(tiles_of(of)) +
                   " tiles, and " + std::to_string(kMostTiles) + " can be counted");
     }
-    if (split && tiles > clusters && tiles % clusters != 0 &&
-        (2 * int64_t{clusters} - 1) * steps * clusters <= std::numeric_limits<int>::max()) {
-      rounds = tiles / clusters - 1;
-      shared = tiles - rounds * clusters;
+    const int whole = tiles < clusters ? 0 : tiles / clusters - 1;  // rounds, if the rest is shared
+    const int64_t rest = tiles - int64_t{whole} * clusters;
+    if (split && tiles % clusters != 0 && rest * steps >= clusters &&
+        rest * steps * clusters <= std::numeric_limits<int>::max()) {
+      rounds = whole;
+      shared = static_cast<int>(rest);
     }
   }
 
-  /// All tiles are shared, each by so many clusters, one after another.
-  static constexpr Schedule sliced(const ProductShape& of, int slices) {
-    Schedule all(of, static_cast<int>(tiles_of(of)) * slices, false);
-    all.rounds = 0;
-    all.shared = all.tiles;
-    return all;
+  /// Of the shared steps, the first one of a cluster's range.
+  __host__ __device__ int first_step(int cluster) const {
+    return shared * steps * cluster / clusters;
+  }
+  /// Whose range has this step: the first cluster with (cluster + 1) / clusters of all steps beyond
+  /// it.
+  __host__ __device__ int cluster_of(int step) const {
+    const unsigned all = shared * steps;
+    return static_cast<int>((static_cast<unsigned>(step + 1) * clusters + all - 1) / all) - 1;
+  }
+  __host__ __device__ Sharers sharers(int tile) const {
+    const int of_shared = tile - rounds * clusters, begin = of_shared * steps;
+    const int first = cluster_of(begin), last = cluster_of(begin + steps - 1);
+    return {of_shared, first, last, first_step(first) < begin ? clusters : 0};
   }
 
 #if HOPPER_CODE
@@ -244,8 +269,8 @@ struct Schedule {
 
     __device__ Pieces(const Schedule& of, int number) : schedule(of), cluster(number) {
       if (of.shared > 0) {
-        next = of.shared * of.steps * number / of.clusters;
-        last = of.shared * of.steps * (number + 1) / of.clusters;
+        next = of.first_step(number);
+        last = of.first_step(number + 1);
       }
     }
     __device__ bool get(Piece& piece) {
@@ -408,12 +433,13 @@ struct StoreRounded {
 #endif
 };
 
-/// What clusters tell each other, in the memory of ExchangeMemory. *pace and ready[] are 0 before
-/// the first launch and after every launch.
+/// What clusters tell each other. *pace and ended[] are 0 before the first launch and after every
+/// launch. Of tiles that are shared each of a cluster's consumers has an element of ended[] for each
+/// tile, and one of partial[] for each place of a piece (Sharers).
 struct Exchange {
   unsigned* pace;   ///< null: clusters do not keep in step
-  unsigned* ready;  ///< of each consumer of the grid: its partial sum may be read
-  float* partial;   ///< of each consumer of the grid: what it has of a tile
+  unsigned* ended;  ///< how many pieces of a tile are in memory
+  float* partial;   ///< what a consumer has of a tile: 128 threads' elements
 };
 
 #if HOPPER_CODE
@@ -439,39 +465,59 @@ __device__ void add_sum(TileSum& sum, const float4* from) {
   }
 }
 
-/// Partial sums go from a consumer to the one at the same place in the cluster before it. Each
-/// thread takes over the elements of the same thread.
-template <class Tile>
-struct ClusterHandover {
-  using TileSum = typename Tile::TileSum;
-  static constexpr int kFours = TileSum::size() / 4;
+/// A tile that several clusters share is finished by the one that comes last: it adds up what the
+/// others have left in memory. So nobody waits for another cluster, and this is also right where
+/// other launches share the device. Sums are added in the order of the clusters, so that each launch
+/// gives the same bits; of two numbers the order does not matter. A consumer takes over from
+/// those at the same place in other clusters, and each of its threads from the same thread.
+struct Handover {
   const Exchange& exchange;
-  int consumer;
+  int consumer, own, consumers;  ///< of the block; of the cluster, and how many it has
+  unsigned& before;              ///< in shared memory, of this consumer
 
-  __device__ int slot(int cluster, int rank) const {
-    return (cluster * Tile::kBlocks + rank) * Tile::kConsumers + consumer;
-  }
-  __device__ float4* elements(int slot) const {
-    return reinterpret_cast<float4*>(exchange.partial) + size_t{kFours * 128} * slot +
-           threadIdx.x % 128;
-  }
-  __device__ void give(const TileSum& sum, int cluster, int rank) const {
-    const int mine = slot(cluster, rank);
-    leave_sum(sum, elements(mine));
-    named_barrier(1 + consumer, 128);
-    if (threadIdx.x % 128 == 0) {
-      GridCount(exchange.ready[mine]).store(1, cuda::memory_order_release);
+  /// Returns whether the cluster came last: then `sum` is the sum of the whole tile.
+  template <class TileSum>
+  __device__ bool complete(TileSum& sum, const Sharers& of, int cluster) const {
+    constexpr int kFours = TileSum::size() / 4;
+    const unsigned others = of.last - of.first;
+    const GridCount ended(exchange.ended[of.tile * consumers + own]);
+    const auto elements = [&](int piece) {
+      return reinterpret_cast<float4*>(exchange.partial) +
+             size_t{kFours * 128} * (of.place(piece) * consumers + own) + threadIdx.x % 128;
+    };
+    const int other = cluster == of.first ? of.last : of.first;
+    if (others == 1) {  // who finds the other piece there need not leave its own
+      if (count([&] { return ended.load(cuda::memory_order_acquire); }) == 1) {
+        if (threadIdx.x % 128 == 0) ended.store(0, cuda::memory_order_relaxed);
+        add_sum(sum, elements(other));
+        return true;
+      }
     }
-  }
-  __device__ void add_to(TileSum& sum, int cluster, int rank) const {
-    const int other = slot(cluster + 1, rank);
-    if (threadIdx.x % 128 == 0) {
-      const GridCount flag(exchange.ready[other]);
-      wait_for_count(flag, 1, "the next cluster's part of a tile");
-      flag.store(0, cuda::memory_order_relaxed);
+    leave_sum(sum, elements(cluster));
+    if (count([&] { return ended.fetch_add(1, cuda::memory_order_acq_rel); }) != others) {
+      return false;
     }
+    if (threadIdx.x % 128 == 0) ended.store(0, cuda::memory_order_relaxed);
+    if (others == 1) {
+      add_sum(sum, elements(other));
+    } else {
+#pragma unroll
+      for (int i = 0; i < 4 * kFours; ++i) sum.element(i) = 0;
+        // Some 32 loads of a thread are under way at a time.
+#pragma unroll(kFours <= 8 ? 4 : kFours <= 16 ? 2 : 1)
+      for (int piece = of.first; piece <= of.last; ++piece) add_sum(sum, elements(piece));
+    }
+    return true;
+  }
+
+ private:
+  /// What one thread is told, after all threads of the consumer have come here.
+  template <typename Ask>
+  __device__ unsigned count(Ask ask) const {
     named_barrier(1 + consumer, 128);
-    add_sum(sum, elements(other));
+    if (threadIdx.x % 128 == 0) before = ask();
+    named_barrier(1 + consumer, 128);
+    return before;
   }
 };
 
@@ -558,15 +604,16 @@ struct MatrixProduct {
     typename Schedule<Tile>::Place at;
   };
 
-  /// If two clusters share a tile, one hands its sum to the other, which runs the epilogue.
+  /// Of clusters that share a tile the one that comes last runs the epilogue.
   class Results {
    public:
-    __device__ Results(const MatrixProduct& of, Shared& shared, const Grid& blocks, int number)
+    __device__ Results(const MatrixProduct& of, Shared& memory, const Grid& blocks, int number)
         : work(of),
+          shared(memory),
           grid(blocks),
           consumer(number),
           pieces(of.schedule, blocks.cluster),
-          out{shared.out[number], number} {}
+          out{memory.out[number], number} {}
     __device__ bool next() { return pieces.get(piece); }
     template <class Reader>
     __device__ void multiply(Sum& sum, Reader& reader) const {
@@ -577,9 +624,11 @@ struct MatrixProduct {
       out.wait();  // while the last products are on their way
     }
     __device__ void store(Sum& sum) const {
-      const ClusterHandover<Tile> handover{work.exchange, consumer};
-      if (piece.begin > 0) return handover.give(sum, grid.cluster, grid.rank);
-      if (piece.end < work.schedule.steps) handover.add_to(sum, grid.cluster, grid.rank);
+      if (piece.begin > 0 || piece.end < work.schedule.steps) {
+        const Handover handover{work.exchange, consumer, grid.rank * kConsumers + consumer,
+                                Tile::kBlocks * kConsumers, shared.ended[consumer]};
+        if (!handover.complete(sum, work.schedule.sharers(piece.tile), grid.cluster)) return;
+      }
       finish(sum, piece.tile);
     }
     /// The epilogue of a tile, for the whole sum, or for its columns from `col` on.
@@ -593,6 +642,7 @@ struct MatrixProduct {
 
    private:
     const MatrixProduct& work;
+    Shared& shared;
     const Grid& grid;
     const int consumer;
     typename Schedule<Tile>::Pieces pieces;

@@ -42,7 +42,8 @@ struct PlainTf32Tile : Tf32Tile<kRows, kBesides, true> {
   static constexpr int kStages = std::min<int>(8, kSharedRoom / sizeof(Stage));
   struct Shared {
     Pipeline<Stage, kStages> pipeline;
-    Barrier split_done[kStages];  ///< of 3xTF32: a stage's rows of A have been split
+    Barrier split_done[kStages];                ///< of 3xTF32: a stage's rows of A have been split
+    unsigned ended[PlainTf32Tile::kConsumers];  ///< see Handover
   };
 };
 
@@ -61,6 +62,7 @@ struct Tf32MatrixProduct {
   float* C;
   int64_t c_stride;
   Schedule<Tile> schedule;  ///< of C^T
+  Exchange exchange;
 
 #if HOPPER_CODE
   using Grid = BlockGrid<Tile::kStack, Tile::kSide>;
@@ -150,7 +152,14 @@ struct Tf32MatrixProduct {
       reader.template take_ahead<LeftFragments<float>>(piece.end - piece.begin, load, start);
     }
 
-    __device__ void store(Sum& sum) const { finish(sum, piece.tile); }
+    __device__ void store(Sum& sum) const {
+      if (piece.begin > 0 || piece.end < work.schedule.steps) {
+        const Handover handover{work.exchange, consumer, grid.rank * Tile::kConsumers + consumer,
+                                Tile::kBlocks * Tile::kConsumers, shared.ended[consumer]};
+        if (!handover.complete(sum, work.schedule.sharers(piece.tile), grid.cluster)) return;
+      }
+      finish(sum, piece.tile);
+    }
     /// The epilogue of a tile, for the whole sum, or for its columns from `first` on.
     template <class Part>
     __device__ void finish(Part& sum, int tile, int first = 0) const {
@@ -199,11 +208,18 @@ class Tf32Product {
         B_(workspace, B, shape.depth, shape.cols, strides.b),
         C_(C),
         c_stride_(strides.c != 0 ? strides.c : shape.cols),
+        exchange_(workspace),
         shape_(shape),
         workspace_(workspace) {}
 
-  std::vector<Way> ways() const {
+  std::vector<Way> ways() {
     Ways ways(workspace_);
+    const PortableTf32<kMath> portable = {{A_.from, A_.own_stride()},
+                                          {B_.from, B_.own_stride()},
+                                          {C_, c_stride_},
+                                          shape_,
+                                          workspace_.stream};
+    portable.offer(ways);
     if (is_hopper()) {
       // Rows of C, and how many tiles of 128 columns a cluster has.
       if constexpr (kMath == Math::tf32) {
@@ -212,21 +228,11 @@ class Tf32Product {
       }
       offer<128, 1>(ways), offer<128, 2>(ways), offer<64, 1>(ways), offer<32, 1>(ways);
       offer<32, 1, true>(ways), offer<64, 1, true>(ways);
+      offer_slices<128, 2>(ways), offer_slices<128, 4>(ways), offer_slices<64, 4>(ways);
+      offer_slices<32, 2, true>(ways), offer_slices<64, 4, true>(ways);
     }
-    const PortableTf32<kMath> portable = {{A_.from, A_.own_stride()},
-                                          {B_.from, B_.own_stride()},
-                                          {C_, c_stride_},
-                                          shape_,
-                                          workspace_.stream};
-    portable.offer(ways);
-    std::vector<Way> all = ways.found();
-    if (is_hopper()) {
-      if constexpr (kMath == Math::tf32) add_slices<256>(all);
-      add_slices<128, 2>(all), add_slices<128, 4>(all);
-      add_slices<64>(all), add_slices<64, 4>(all);
-      add_slices<32, 2, true>(all), add_slices<64, 4, true>(all);
-    }
-    return all;
+    exchange_.allocate(workspace_);
+    return ways.found();
   }
 
  private:
@@ -242,41 +248,42 @@ class Tf32Product {
   using With = std::conditional_t<kOneRow, OneRow<Tile>, Tile>;
 
   template <int kRows, int kBesides, bool kOneRow = false>
-  void offer(Ways& ways) const {
+  void offer(Ways& ways) {
     using Tile = With<PlainTf32Tile<kMath, kRows, kBesides>, kOneRow>;
+    using Work = Tf32MatrixProduct<Tile>;
     if (!suits(kRows, kOneRow)) return;
-    const int capacity = clusters_that_fit_once<Tf32MatrixProduct<Tile>>();
-    const int64_t tiles = Schedule<Tile>::tiles_of(transposed());
-    if (capacity == 0 || tiles > Schedule<Tile>::kMostTiles) return;
-    const int clusters = static_cast<int>(persistent(tiles, capacity));
-    const Schedule<Tile> schedule(transposed(), clusters, false);
-    const double microseconds =
-        microseconds_of<Tile>(1.0 * schedule.rounds, 1.0 * schedule.steps, clusters);
-    ways.offer(microseconds, [&] {
-      const std::string name = name_of<Tile>() + "; stages: " + std::to_string(Tile::kStages) +
-                               "; cluster: 1 x " + std::to_string(kBesides) +
-                               "; clusters: " + std::to_string(clusters) +
-                               (A_.copied ? "; A copied" : "") + (B_.copied ? "; B copied" : "");
-      return Way{name, microseconds, [self = *this, schedule] { self.launch(self.work(schedule)); },
-                 static_cast<int>(sizeof(typename Tile::Shared))};
-    });
+    const int steps = Schedule<Tile>(transposed(), 1, false).steps;
+    const auto estimate = [&](double rounds, int clusters) {
+      return microseconds_of<Tile>(rounds, steps, clusters);
+    };
+    for (const ProductPlan& plan : plan_product<Work>(transposed(), estimate)) {
+      offer_plan<Work>(
+          ways, exchange_, transposed(), plan,
+          name_of<Tile>() + "; stages: " + std::to_string(Tile::kStages) + "; cluster: 1 x " +
+              std::to_string(kBesides),
+          [self = *this](const ProductPlan& chosen) {
+            self.launch(self.template work<Tile>(
+                {self.transposed(), chosen.clusters, chosen.shares}, chosen.shares));
+          },
+          std::string(A_.copied ? "; A copied" : "") + (B_.copied ? "; B copied" : ""));
+    }
   }
 
   /// The way in slices, of which a cluster has kOfCluster beside each other (SlicedProduct).
-  template <int kRows, int kOfCluster = 1, bool kOneRow = false>
-  void add_slices(std::vector<Way>& all) const {
+  template <int kRows, int kOfCluster, bool kOneRow = false>
+  void offer_slices(Ways& ways) {
     using Tile = With<PlainTf32Tile<kMath, kRows, 1>, kOneRow>;
     if (!suits(kRows, kOneRow)) return;
     using Work = SlicedProduct<Tf32MatrixProduct<Tile>, kOfCluster>;
-    product::add_slices<Work>(
-        all, workspace_, transposed(), name_of<Tile>(),
+    const int steps = Schedule<Tile>(transposed(), 1, false).steps;
+    product::offer_slices<Work>(
+        ways, exchange_, transposed(), name_of<Tile>(),
         [&](int clusters, int slices) {
-          const Schedule<Tile> schedule = Schedule<Tile>::sliced(transposed(), slices);
-          return microseconds_of<Tile>(1, 1.0 * schedule.steps / slices, clusters);
+          return microseconds_of<Tile>(1, 1.0 * steps / slices, clusters);
         },
-        [self = *this](const SlicedPlan& plan, const SliceExchange& exchange) {
-          const auto schedule = Schedule<Tile>::sliced(self.transposed(), plan.slices);
-          self.launch(Work{self.work(schedule), exchange, plan.clusters});
+        [self = *this](const SlicedPlan& plan) {
+          const Schedule<Tile> schedule(self.transposed(), plan.tiles * plan.slices, true);
+          self.launch(Work{self.work(schedule, plan.clusters > 1), plan.clusters});
         });
   }
 
@@ -313,10 +320,18 @@ class Tf32Product {
          .more = copied > 0 ? kNextLaunch + 8 * copied / memory_rate() : 0});
   }
 
+  /// `shares`: sums go through memory.
   template <class Tile>
-  Tf32MatrixProduct<Tile> work(const Schedule<Tile>& schedule) const {
+  Tf32MatrixProduct<Tile> work(const Schedule<Tile>& schedule, bool shares) const {
     using Share = ColumnShare<Tile::BN, Tile::kStack>;
-    return {A_.map(Share::kCols, !kSplit), B_.map(Tile::kRowsA, !kSplit), C_, c_stride_, schedule};
+    Exchange exchange = exchange_.template exchange<float>(shape_, shares);
+    exchange.pace = nullptr;
+    return {A_.map(Share::kCols, !kSplit),
+            B_.map(Tile::kRowsA, !kSplit),
+            C_,
+            c_stride_,
+            schedule,
+            exchange};
   }
 
   template <class Work>
@@ -327,6 +342,7 @@ class Tf32Product {
   AlignedRows<float> A_, B_;
   Memory<float> C_;
   int64_t c_stride_;
+  ExchangeMemory exchange_;
   ProductShape shape_;
   Workspace workspace_;
 };

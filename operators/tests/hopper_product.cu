@@ -27,7 +27,7 @@ using SmallTile = Tiles<half, 64, 64, 1, 1, 1>;
 static_assert(Schedule<SmallTile>::tiles_of({1 << 28, 8, 8}) > Schedule<SmallTile>::kMostTiles);
 static_assert(Schedule<SmallTile>::tiles_of({1 << 17, 1 << 15, 8}) == 1 << 20);
 static_assert(Schedule<SmallTile>({64 * 100, 64 * 2, 1 << 20}, 66, true).shared == 68);
-static_assert(Schedule<SmallTile>({64 * 100, 64 * 2, 1 << 24}, 66, true).shared == 0);
+static_assert(Schedule<SmallTile>({64 * 100, 64 * 2, 1 << 25}, 66, true).shared == 0);
 
 /// A rows x cols matrix of T, of numbers that it holds, in device memory, its rows `stride` apart.
 /// What is between them, and behind the last one, is NaN.
@@ -63,23 +63,59 @@ struct Matrix {
   Factor<> factor(int box_rows) const { return {{map(box_rows)}}; }
 };
 
-/// A product in slices, of which a cluster has kOfCluster beside each other; 0: not in slices.
+/// A product of which a cluster has kOfCluster slices beside each other; 1: none.
 template <class Whole, int kOfCluster>
-using InSlices = std::conditional_t<(kOfCluster > 0), SlicedProduct<Whole, kOfCluster>, Whole>;
+struct InSlices {
+  using Work = SlicedProduct<Whole, kOfCluster>;
+};
+template <class Whole>
+struct InSlices<Whole, 1> {
+  using Work = Whole;
+};
 
-/// Into how many slices k is cut: each has a step, and a cluster has all of its own. 0: too few.
+/// Into how many slices k is cut: each has a step, and a cluster has all of its own. 0: too few, or
+/// none are wanted.
 int slices_of(int wanted, int of_cluster, int steps) {
-  return of_cluster == 0 ? 0 : std::min(wanted, steps) / of_cluster * of_cluster;
+  return std::min(wanted, steps) / of_cluster * of_cluster;
+}
+
+/// Memory for what clusters leave of tiles that are shared: counts that are 0, and sums.
+struct Shared {
+  unsigned* counts = nullptr;
+  float* sums = nullptr;
+
+  template <class Work>
+  static Shared of(int clusters, int tiles) {
+    const size_t consumers = kClusterBlocks<Work> * Work::Tile::kConsumers;
+    const size_t bytes = 2 * clusters * consumers * 128 * Work::Sum::size() * sizeof(float);
+    Shared memory;
+    CUDA_CHECK(cudaMalloc(&memory.counts, (1 + tiles * consumers) * sizeof(unsigned)));
+    CUDA_CHECK(cudaMemset(memory.counts, 0, (1 + tiles * consumers) * sizeof(unsigned)));
+    CUDA_CHECK(cudaMalloc(&memory.sums, bytes));
+    CUDA_CHECK(cudaMemset(memory.sums, 0xff, bytes));
+    return memory;
+  }
+  void free() const {
+    cudaFree(sums);
+    cudaFree(counts);
+  }
+};
+
+const char* sharing(int shared, int slices, int of_cluster) {
+  return of_cluster > 1 ? "each in slices of clusters"
+         : slices > 0   ? "each in slices"
+         : shared > 0   ? "some shared along k"
+                        : "whole";
 }
 
 /// Multiplies with one kind of tile; returns whether the result is right. slices: into how many k
 /// is cut, at most.
-template <class Tile, int kOfCluster = 0>
+template <class Tile, int kOfCluster = 1>
 bool right(const ProductShape& shape, bool split, bool in_step, int slices = 0) {
   using T = typename Tile::Element;
   using Epilogue = StoreRounded<T>;
-  using Whole = MatrixProduct<Tile, Epilogue, (kOfCluster > 1 ? kOfCluster : 1)>;
-  using Work = InSlices<Whole, kOfCluster>;
+  using Whole = MatrixProduct<Tile, Epilogue, kOfCluster>;
+  using Work = typename InSlices<Whole, kOfCluster>::Work;
   constexpr int kBytes = sizeof(typename Work::Shared);
   const auto kernel = product<Work>;
   allow_shared_bytes(kernel, kBytes);
@@ -94,27 +130,19 @@ bool right(const ProductShape& shape, bool split, bool in_step, int slices = 0) 
   if (capacity == 0) return true;
   const Schedule<Tile> whole(shape, capacity, false);
   slices = slices_of(slices, kOfCluster, whole.steps);
-  if (slices == 0 && kOfCluster > 0) return true;
+  if (slices == 0 && kOfCluster > 1) return true;
   const int clusters = slices > 0 ? whole.tiles * slices
-                       : split    ? capacity
+                       : split    ? std::min(capacity, whole.tiles * whole.steps)
                                   : static_cast<int>(persistent(whole.tiles, capacity));
-  const Schedule<Tile> schedule =
-      slices > 0 ? Schedule<Tile>::sliced(shape, slices) : Schedule<Tile>(shape, clusters, split);
-
-  const size_t consumers = static_cast<size_t>(clusters) * Tile::kBlocks * Tile::kConsumers;
-  unsigned* flags = nullptr;
-  float* partial = nullptr;
-  CUDA_CHECK(cudaMalloc(&flags, (1 + consumers) * sizeof(unsigned)));
-  CUDA_CHECK(cudaMemset(flags, 0, (1 + consumers) * sizeof(unsigned)));
-  CUDA_CHECK(cudaMalloc(&partial, consumers * 128 * Tile::TileSum::size() * sizeof(float)));
-  CUDA_CHECK(cudaMemset(partial, 0xff, consumers * 128 * Tile::TileSum::size() * sizeof(float)));
+  const Schedule<Tile> schedule(shape, clusters, split || slices > 0);
+  const Shared memory = Shared::of<Work>(clusters, whole.tiles);
   Epilogue epilogue{{}, C, shape.rows, shape.cols, shape.cols % 8 == 0};
   if (epilogue.aligned) epilogue.map = tensor_map<T>(C, shape.rows, shape.cols, Tile::kOutRows);
   const Whole all{A.factor(Tile::kRowsA), B.factor(Tile::kRowsB), epilogue, schedule,
-                  Exchange{in_step ? flags : nullptr, flags + 1, partial}};
+                  Exchange{in_step ? memory.counts : nullptr, memory.counts + 1, memory.sums}};
   const Work work = [&] {
-    if constexpr (kOfCluster > 0) {
-      return Work{all, {partial, flags}, slices / kOfCluster};
+    if constexpr (kOfCluster > 1) {
+      return Work{all, slices / kOfCluster};
     } else {
       return all;
     }
@@ -141,23 +169,18 @@ bool right(const ProductShape& shape, bool split, bool in_step, int slices = 0) 
     }
   }
   std::printf("%d x %d tiles, %d stacked, %d aside, %s%s%s\n", Tile::BM, Tile::BN, Tile::kStack,
-              Tile::kSide,
-              kOfCluster > 1        ? "each in slices of clusters"
-              : slices > 0          ? "each in slices"
-              : schedule.shared > 0 ? "some shared along k"
-                                    : "whole",
-              in_step ? ", in step" : "", ok ? "" : ": FAILED");
-  cudaFree(partial);
-  cudaFree(flags);
+              Tile::kSide, sharing(schedule.shared, slices, kOfCluster), in_step ? ", in step" : "",
+              ok ? "" : ": FAILED");
+  memory.free();
   cudaFree(C);
   return ok;
 }
 
-/// The same in TF32 or 3xTF32, for which these numbers are exact; in slices if there are any.
-template <class Tile, int kOfCluster = 0>
-bool right_in_tf32(const ProductShape& shape, int slices = 0) {
+/// The same in TF32 or 3xTF32, for which these numbers are exact.
+template <class Tile, int kOfCluster = 1>
+bool right_in_tf32(const ProductShape& shape, bool split, int slices = 0) {
   using Whole = Tf32MatrixProduct<Tile>;
-  using Work = InSlices<Whole, kOfCluster>;
+  using Work = typename InSlices<Whole, kOfCluster>::Work;
   constexpr int kBytes = sizeof(typename Work::Shared);
   const auto kernel = product<Work>;
   allow_shared_bytes(kernel, kBytes);
@@ -169,26 +192,23 @@ bool right_in_tf32(const ProductShape& shape, int slices = 0) {
   if (capacity == 0) return true;
   const ProductShape transposed{shape.cols, shape.rows, shape.depth};
   const int tiles = static_cast<int>(Schedule<Tile>::tiles_of(transposed));
-  slices = slices_of(slices, kOfCluster, Schedule<Tile>(transposed, 1, false).steps);
-  if (slices == 0 && kOfCluster > 0) return true;
-  const Schedule<Tile> schedule =
-      kOfCluster > 0
-          ? Schedule<Tile>::sliced(transposed, slices)
-          : Schedule<Tile>(transposed, static_cast<int>(persistent(tiles, capacity)), false);
-  const size_t consumers =
-      static_cast<size_t>(schedule.clusters) * Tile::kBlocks * Tile::kConsumers;
-  const size_t sums = consumers * 128 * Tile::TileSum::size() * sizeof(float);
-  unsigned* ended = nullptr;
-  float* partial = nullptr;
-  CUDA_CHECK(cudaMalloc(&ended, consumers * sizeof(unsigned)));
-  CUDA_CHECK(cudaMemset(ended, 0, consumers * sizeof(unsigned)));
-  CUDA_CHECK(cudaMalloc(&partial, sums));
-  CUDA_CHECK(cudaMemset(partial, 0xff, sums));
-  const Whole all{A.map(Tile::kRowsB, !Tile::kSplit), B.map(Tile::kRowsA, !Tile::kSplit), C.data,
-                  C.stride, schedule};
+  const int steps = Schedule<Tile>(transposed, 1, false).steps;
+  slices = slices_of(slices, kOfCluster, steps);
+  if (slices == 0 && kOfCluster > 1) return true;
+  const int clusters = slices > 0 ? tiles * slices
+                       : split    ? std::min(capacity, tiles * steps)
+                                  : static_cast<int>(persistent(tiles, capacity));
+  const Schedule<Tile> schedule(transposed, clusters, split || slices > 0);
+  const Shared memory = Shared::of<Work>(clusters, tiles);
+  const Whole all{A.map(Tile::kRowsB, !Tile::kSplit),
+                  B.map(Tile::kRowsA, !Tile::kSplit),
+                  C.data,
+                  C.stride,
+                  schedule,
+                  Exchange{nullptr, memory.counts, memory.sums}};
   const Work work = [&] {
-    if constexpr (kOfCluster > 0) {
-      return Work{all, {partial, ended}, slices / kOfCluster};
+    if constexpr (kOfCluster > 1) {
+      return Work{all, slices / kOfCluster};
     } else {
       return all;
     }
@@ -211,14 +231,10 @@ bool right_in_tf32(const ProductShape& shape, int slices = 0) {
       ok = ok && host[static_cast<size_t>(row) * C.stride + col] == sum;
     }
   }
-  std::printf("%d x %d tiles, %d aside, in %s%s%s\n", Tile::BN, Tile::BM, Tile::kStack,
-              Tile::kSplit ? "3xTF32" : "TF32",
-              kOfCluster > 1   ? ", each in slices of clusters"
-              : kOfCluster > 0 ? ", each in slices"
-                               : "",
+  std::printf("%d x %d tiles, %d aside, in %s, %s%s\n", Tile::BN, Tile::BM, Tile::kStack,
+              Tile::kSplit ? "3xTF32" : "TF32", sharing(schedule.shared, slices, kOfCluster),
               ok ? "" : ": FAILED");
-  cudaFree(partial);
-  cudaFree(ended);
+  memory.free();
   return ok;
 }
 
@@ -249,10 +265,11 @@ int main(int argc, char** argv) {
        ok;  // all columns are a box
   ok = right<TransposedTiles<half, 152, 256, 1, 2>>(shape, true, true) &&
        ok;  // results leave in strips
-  ok = right<Tiles<half, 64, 64, 1, 1, 1>, 1>(shape, false, false, 2) && ok;
-  ok = right<Tiles<__nv_bfloat16, 128, 256, 2, 1, 2>, 1>(shape, false, false, 3) && ok;
+  ok = right<Tiles<half, 64, 64, 1, 1, 1>>(shape, false, false, 2) && ok;
+  ok = right<Tiles<__nv_bfloat16, 128, 256, 2, 1, 2>>(shape, false, false, 3) && ok;
   ok = right<OneRow<TransposedTiles<half, 32, 128, 1, 1>>>(shape, false, false) && ok;
-  ok = right<OneRow<Tiles<half, 64, 128, 2, 1, 2>>, 1>(shape, false, false, 2) && ok;
+  ok = right<OneRow<Tiles<half, 64, 128, 2, 1, 2>>>(shape, false, false, 2) && ok;
+  ok = right<TransposedTiles<half, 160, 256, 2, 1>>(shape, true, false) && ok;
   ok = right<Tiles<half, 128, 128, 1, 1, 2>, 8>(shape, false, false, 8) && ok;
   ok = right<Tiles<__nv_bfloat16, 64, 64, 1, 1, 1>, 4>(shape, false, false, 8) && ok;
   ok = right<Tiles<__nv_bfloat16, 64, 128, 2, 1, 2>, 2>(shape, false, false, 4) && ok;
@@ -260,10 +277,10 @@ int main(int argc, char** argv) {
   // Threads copy and split these operands themselves. Under ThreadSanitizer a tile takes ten times
   // as long.
   const ProductShape quarter{(shape.rows + 1) / 2, (shape.cols + 1) / 2, shape.depth};
-  ok = right_in_tf32<PlainTf32Tile<Math::tf32, 96, 2>>(quarter) && ok;
-  ok = right_in_tf32<PlainTf32Tile<Math::split, 64, 2>>(quarter) && ok;
-  ok = right_in_tf32<OneRow<PlainTf32Tile<Math::tf32, 64, 1>>, 1>(quarter, 2) && ok;
-  ok = right_in_tf32<PlainTf32Tile<Math::split, 64, 1>, 1>(quarter, 3) && ok;
-  ok = right_in_tf32<PlainTf32Tile<Math::split, 64, 1>, 4>(quarter, 4) && ok;
+  ok = right_in_tf32<PlainTf32Tile<Math::tf32, 96, 2>>(quarter, true) && ok;
+  ok = right_in_tf32<PlainTf32Tile<Math::split, 64, 2>>(quarter, false) && ok;
+  ok = right_in_tf32<OneRow<PlainTf32Tile<Math::tf32, 64, 1>>>(quarter, false, 2) && ok;
+  ok = right_in_tf32<PlainTf32Tile<Math::split, 64, 1>>(quarter, false, 3) && ok;
+  ok = right_in_tf32<PlainTf32Tile<Math::split, 64, 1>, 4>(quarter, false, 4) && ok;
   return ok ? 0 : 1;
 }
