@@ -268,7 +268,11 @@ std::vector<ProductPlan> plan_product(const ProductShape& shape, int64_t stride_
   const Schedule<Tile> whole(shape, capacity, false), shared(shape, capacity, true);
   const int clusters = static_cast<int>(persistent(whole.tiles, capacity));
   const auto estimate = [&](double rounds, int of_clusters) {
-    return tile_microseconds<Tile>(shape, stride_a, stride_b, rounds, of_clusters);
+    if constexpr (requires { Epilogue::template microseconds<Tile>(shape, rounds); }) {
+      return Epilogue::template microseconds<Tile>(shape, rounds);
+    } else {
+      return tile_microseconds<Tile>(shape, stride_a, stride_b, rounds, of_clusters);
+    }
   };
   std::vector<ProductPlan> plans = {{clusters, false, estimate(whole.rounds, clusters)}};
   if (alone && shared.shared > 0) {
