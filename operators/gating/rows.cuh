@@ -175,7 +175,7 @@ struct BoxedRows {
 /// last row's last slice ends up to 32 bytes behind the piece: what a stage has there is read, to
 /// become zeros, and must not be what a copy writes meanwhile.
 struct LooseRows {
-  static constexpr int stages = 1, kBehind = 32, kSliceCycles = 70;
+  static constexpr int stages = 1, kBehind = 32, kSliceCycles = 74;
   const half* x = nullptr;
   int M, K;
 
@@ -313,7 +313,9 @@ struct ResidentPlan {
   int panels;  ///< of a block
   int pitch;   ///< elements from a row of results to the next; of `panels` on different banks
   int stage_bytes, out_bytes, stages = 0;
-  double cost = 0;  ///< clock cycles of a block for 64 rows
+  struct Cycles {
+    double team, together, waiting;
+  } tile_cycles = {};  ///< for 64 rows: a team's; what consumers share; waiting for x
 
   /// For `blocks` blocks side by side, which have all columns together.
   ResidentPlan(const Rows& x, const GatingShape& shape, int blocks, int64_t room)
@@ -336,25 +338,29 @@ struct ResidentPlan {
     const int slices = rows / 16, own = (panels + kTeam - 1) / kTeam;
     if (most < (own > 1 ? x.stages : std::min(2, x.stages))) return;
     stages = static_cast<int>(std::min<int64_t>(most, kMostStages));
-    // Fitted to what 75 shapes took on an H200. Consumers work side by side, but they share the
-    // tensor cores (a cycle for a column and slice) and the unit for ex2 and rcp (8 for a column).
-    const int leaving = kOut == Out::panels ? 20 : kSharers > 1 ? 10 : 0;
-    const double panel = 850 + kWidth * (2 * slices + 6 + leaving) + Rows::kSliceCycles * slices;
-    const double shared = 1.2 * panels * kWidth * std::max(8, slices);
-    cost = std::max((own * panel + 150) / kTeams, shared);
+    // Fitted to half of 400 shapes drawn at random, each computed in all ways, on an H200.
+    // Consumers work side by side, but they share the tensor cores and the unit for ex2 and rcp.
+    // The producer fills a team's stages before the next team's. If a tile needs more of them than
+    // there are, it waits for that team, and the others wait for it.
+    const double panel = 510 + kWidth * (0.79 * slices + 7.4 + (kOut == Out::panels ? 11 : 0)) +
+                         Rows::kSliceCycles * slices;
+    tile_cycles = {.team = own * panel + 204,
+                   .together = panels * kWidth * (0.72 * slices + 2.7),
+                   .waiting = 263.0 * std::max(0, x.stages - stages)};
   }
   __host__ __device__ int weight_bytes() const {
     return (2 * kWidth + kBoxCols - 1) / kBoxCols * 128 * rows * panels;
   }
-  /// What it should take with `blocks` blocks side by side: each gets its weights, 21 bytes a
-  /// cycle, and then rows, while memory brings and takes them. The longer of both counts most.
-  /// (Fitted to 1,800 shapes drawn at random, on an H200.)
+  /// What it should take with `blocks` blocks side by side: each gets its weights, 25 bytes a
+  /// cycle, and then rows. Memory brings and takes these, and not all of that is hidden.
   double microseconds(const GatingShape& shape, int blocks) const {
     const unsigned fit = std::max(1, multiprocessors() / blocks);
     const double rounds = std::max(1.0, 1.0 * blocks / multiprocessors());  // where none fits
-    const double work =
-        rounds * (weight_bytes() / 21.0 + 1.1 * cost * blocks_for(blocks_for(shape.rows, 64), fit));
-    return kFirstLaunch + std::hypot(work / cycles(), shape.bytes() / memory_rate());
+    const unsigned tiles = blocks_for(blocks_for(shape.rows, 64), fit);     // of a block
+    const auto& [team, together, waiting] = tile_cycles;
+    const double work = std::max(blocks_for(tiles, kTeams) * team, tiles * together) +
+                        tiles * waiting + weight_bytes() / 25.0;
+    return 4.7 + rounds * work / cycles() + 0.9 * shape.bytes() / memory_rate();
   }
   std::string name(int blocks) const {
     return "columns of a sum: " + std::to_string(kWidth) +

@@ -411,7 +411,11 @@ struct TileChoice {
       using Work = MatrixProduct<Each, Epilogue>;
       if (!suits<Each>(shape) || (in_boxes && !leaves_in_boxes<Each>())) return;
       const auto estimate = [&](double rounds, int clusters, double again) {
-        return tile_microseconds<Each>(shape, stride_a, stride_b, rounds, clusters, again);
+        if constexpr (requires { Epilogue::template microseconds<Each>(shape, rounds, again); }) {
+          return Epilogue::template microseconds<Each>(shape, rounds, again);
+        } else {
+          return tile_microseconds<Each>(shape, stride_a, stride_b, rounds, clusters, again);
+        }
       };
       for (const ProductPlan& plan : plan_product<Work>(shape, estimate)) {
         offer_plan<Work>(

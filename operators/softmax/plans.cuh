@@ -16,36 +16,72 @@ namespace operators::softmax {
 
 using namespace primitives;
 
-/// How long a launch takes that copies rows of so many columns.
+/// How long a launch takes that copies rows of so many columns: all numbers are read and written,
+/// and a block copies a row, 1024 numbers at a time.
 inline double copy_microseconds(int rows, int cols) {
-  return 1 + 8.0 * rows * cols / memory_rate();
+  return 1.8 +
+         std::max(1.8 * 8.0 * rows * cols / memory_rate(), ceil_div(cols, 1024) * 465 / cycles());
+}
+
+/// What *cluster* costs a multiprocessor in 3xTF32, in clock cycles: a chunk of inputs, and what
+/// comes after the chunks. Where a multiprocessor has several blocks, one takes `share` of the time
+/// that it takes alone: it works while others wait. (In TF32 a cluster's costs are other ones.)
+struct ClusterCost {
+  int rows, classes;
+  double chunk, finish, share;
+};
+inline constexpr ClusterCost kClusterCosts[] = {
+    {16, 64, 1530, 1440, 0.68}, {16, 128, 2840, 960, 0.76}, {64, 64, 2675, 3760, 0.47},
+    {64, 128, 4130, 650, 1},    {80, 64, 5220, 4320, 1},    {80, 128, 7460, 3320, 1}};
+
+/// The cycles of a cluster of `cost` with all of its chunks.
+inline double cluster_cycles(const Layer& layer, const ClusterCost& cost, double chunks) {
+  const bool parts = layer.C > cost.classes && leaves_parts(layer);
+  const double of_row = 18.0 * std::min(layer.C, cost.classes) / 64 + (parts ? 8 : 0);
+  return chunks * cost.chunk + cost.finish + cost.rows * of_row;
 }
 
 /// How long *cluster* should take. Its clusters of `splits` blocks have tiles of `rows` x
-/// `classes`, and take `depth` inputs at a time; `at_once` of them run at a time. Nothing hides the
-/// way of a chunk of inputs from the L2 cache, some 0.35 us. Where a row has several tiles there
-/// are two launches.
+/// `classes`, and take `depth` inputs at a time; `at_once` of them run at a time, of which each
+/// multiprocessor has a block or more. Where a row has several tiles there are two launches.
 ///
-/// The smallest layers took 2 us to 2.8 us in all on an H100. That is less than kFirstLaunch, since
-/// all threads load at once. 2.7 us lies between, chosen so that the recorded rows remain those
-/// tried.
-///
-/// In 3xTF32 a chunk takes 2.65 times as long: the median of 1,500 shapes drawn at random, on an
-/// H200. (There *exchange* takes 1.6 times as long as three products count for.)
+/// In TF32 nothing hides the way of a chunk of inputs from the L2 cache, some 0.35 us. The smallest
+/// layers took 2 us to 2.8 us in all on an H100: less than kFirstLaunch, since all threads load at
+/// once.
 inline double cluster_microseconds(const Layer& layer, bool split, int splits, int rows,
                                    int classes, int depth, int64_t at_once) {
   const int64_t tiles = blocks_for(layer.C, classes), clusters = tiles * blocks_for(layer.B, rows);
-  const double chunks = blocks_for(clusters, at_once) * blocks_for(layer.D, splits * depth);
+  const double chunks = blocks_for(layer.D, splits * depth);
+  const double others = (tiles > 1 ? layer.softmax_microseconds() + 0.3 : 0) +
+                        (layer.x_stride % 4 != 0 ? copy_microseconds(layer.B, layer.D) : 0);
+  if (split) {
+    const auto is_it = [=](const ClusterCost& cost) {
+      return cost.rows == rows && cost.classes == classes;
+    };
+    const ClusterCost& cost = *std::ranges::find_if(kClusterCosts, is_it);
+    const int64_t of_each = ceil_div(at_once * splits, int64_t{layer.sms});  // multiprocessor
+    const int64_t blocks = ceil_div(clusters, std::max<int64_t>(1, at_once / of_each));
+    return 1.9 + others +
+           std::max(1.0, cost.share * static_cast<double>(blocks)) *
+               cluster_cycles(layer, cost, chunks) / cycles();
+  }
   const Cost chunk = {.rows = 1.0 * rows,
                       .cols = 1.0 * classes,
                       .shared_lines = 0,
                       .fetched_lines = depth / 32.0 * (std::min(rows, layer.B) + classes),
                       .blocks = 1.0 * std::min(clusters, at_once) * splits,
                       .multiprocessors = 1.0 * layer.sms};
-  return 2.7 + chunks * (split ? 2.65 : 1) * (0.35 + step_microseconds(chunk)) +
-         (tiles > 1 ? layer.softmax_microseconds() : 0) +
-         (layer.x_stride % 4 != 0 ? copy_microseconds(layer.B, layer.D) : 0);
+  return 2.7 + others + blocks_for(clusters, at_once) * chunks * (0.35 + step_microseconds(chunk));
 }
+
+/// What a tile of *exchange* costs in 3xTF32, in clock cycles: a step, which is 32 inputs, and what
+/// comes after the steps. In TF32 they are counted (Cost).
+struct SplitTileCost {
+  int rows;
+  double step, finish;
+};
+inline constexpr SplitTileCost kSplitTileCosts[] = {
+    {32, 810, 1200}, {64, 1260, 2440}, {128, 2000, 5170}};
 
 /// How long *exchange* should take with one size of tiles, if `all` of its blocks run at a time.
 template <class Tile>
@@ -67,46 +103,69 @@ struct ExchangeTime {
 
   /// The time if D is cut into `slices` slices, and `blocks` blocks run at a time, in so many
   /// rounds. `logits` says how often logits go from or to memory. wgmma reads the rows of x once
-  /// for each 64 columns; W goes from shared memory to registers. In 3xTF32 there are three
-  /// products.
+  /// for each 64 columns; W goes from shared memory to registers.
   double time(double rounds, double blocks, int slices, double logits, double more) const {
     constexpr int kRows = Tile::kRows, kColumns = Tile::kColumns;
     const int rows = std::min(kRows, ((layer.B - 1) >> shift) + 1);
     const double of_x = shift > 0 ? kFetchedOffSectors : fetched_for_a_line(4 * layer.D);
     const double of_W = Tile::kAligned ? fetched_for_a_line(4 * layer.C) : kFetchedOffSectors;
-    return copies + (Tile::kHighLow ? 1.6 : 1) *
-                        operators::microseconds(
-                            {.rounds = rounds,
-                             .steps = std::ceil(std::ceil(layer.D / 32.0) / slices),
-                             .rows = kRows * (Tile::kHighLow ? 3.0 : 1.0),
-                             .cols = kColumns,
-                             .shared_lines = kRows + 2.0 * kColumns + kColumns / 64 * kRows,
-                             .fetched_lines = of_x * rows / Tile::kPeers + of_W * kColumns,
-                             .blocks = blocks,
-                             .multiprocessors = 1.0 * layer.sms,
-                             .memory_bytes = 4.0 * layer.D * (1.0 * layer.B + layer.C) +
-                                             4.0 * logits * layer.shape.logits(),
-                             .more = more});
+    return copies +
+           operators::microseconds({.rounds = rounds,
+                                    .steps = std::ceil(std::ceil(layer.D / 32.0) / slices),
+                                    .rows = 1.0 * kRows,
+                                    .cols = kColumns,
+                                    .shared_lines = kRows + 2.0 * kColumns + kColumns / 64 * kRows,
+                                    .fetched_lines = of_x * rows / Tile::kPeers + of_W * kColumns,
+                                    .blocks = blocks,
+                                    .multiprocessors = 1.0 * layer.sms,
+                                    .memory_bytes = 4.0 * layer.D * (1.0 * layer.B + layer.C) +
+                                                    4.0 * logits * layer.shape.logits(),
+                                    .more = more});
   }
 
-  /// A row's blocks wait for one another, some 3 us.
+  /// The same in 3xTF32, where each slice's logits go to memory. Single numbers, of rows with an
+  /// odd length, take longer on their way out. Of the inputs' way from memory a third is not
+  /// hidden.
+  double split_time(double rounds, int slices, bool parts) const {
+    const auto is_it = [](const SplitTileCost& cost) { return cost.rows == Tile::kRows; };
+    const SplitTileCost& cost = *std::ranges::find_if(kSplitTileCosts, is_it);
+    const double steps = ceil_div(ceil_div(layer.D, kLine<float>), slices);
+    const double finish =
+        cost.finish * (layer.C % 2 != 0 ? 1.55 : 1) + (parts ? 26.0 * Tile::kRows : 0);
+    const double inputs = 4.0 * layer.D * (1.0 * layer.B + layer.C);
+    return 6.2 + copies +
+           rounds * (steps * (cost.step + 160 * (Tile::kPeers - 1)) + finish) / cycles() +
+           0.31 * inputs / memory_rate() + slices * layer.logits_microseconds();
+  }
+
+  /// A row's blocks wait for one another, some 3 us; those of a cluster hardly wait.
   double fused(int64_t strips_at_once) const {
     const double rounds = blocks_for(strips, strips_at_once);
+    if constexpr (Tile::kHighLow) {
+      return split_time(rounds, 1, false) + (tiles == Tile::kPeers ? 0 : 3 * rounds);
+    }
     const double blocks = 1.0 * tiles * persistent(strips, strips_at_once);
     return time(rounds, blocks, 1, 1, tiles == 1 ? 0 : 3 * rounds);
   }
 
   /// The time of two launches. The second one, the softmax, reads the logits of all slices.
-  double two_kernels(int slices) const {
-    const double units = 1.0 * strips * tiles * slices, rounds = std::ceil(units / all);
-    const double moved = 4 * (slices + 1) * layer.shape.logits() / memory_rate();
-    return time(rounds, units / rounds, slices, 0, kNextLaunch + moved);
-  }
+  double two_kernels(int slices) const { return of_product(slices) + of_softmax(slices); }
 
   /// The logits alone. With slices, the launch that adds them up takes as long as a softmax would.
   double of_logits(int slices) const {
-    const double softmax = layer.softmax_microseconds();
-    return two_kernels(slices) - (slices == 1 ? softmax : 0);
+    return of_product(slices) + (slices == 1 ? 0 : of_softmax(slices));
+  }
+
+  double of_product(int slices) const {
+    const double units = 1.0 * strips * tiles * slices, rounds = std::ceil(units / all);
+    if constexpr (Tile::kHighLow) {
+      return split_time(rounds, slices, slices == 1 && leaves_parts(layer));
+    }
+    return time(rounds, units / rounds, slices, 0, 0);
+  }
+  double of_softmax(int slices) const {
+    if constexpr (Tile::kHighLow) return layer.softmax_microseconds(slices);
+    return kNextLaunch + 4 * (slices + 1) * layer.shape.logits() / memory_rate();
   }
 
   /// Of the numbers of slices from 1 to `most` those three that should take the least time, or

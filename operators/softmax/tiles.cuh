@@ -152,16 +152,43 @@ __global__ void __launch_bounds__(Tile::kThreads) column_tiles(Factors factors, 
 
 // ---- Which of the two, with which tiles ---------------------------------------------------------
 
-// How long a multiprocessor takes for `tiles` tiles, one after another, with so many inputs each:
-// fitted to 3,400 shapes drawn at random, on an H200. In TF32 it is not known.
+/// What a tile costs a multiprocessor, in clock cycles: a step, and what comes after the steps. A
+/// step takes so much more if rows of W start at multiples of 8 bytes, or of 4 bytes only: then it
+/// comes in pairs, or in single numbers. Where a multiprocessor has room for several blocks, one
+/// takes `share` of the time that it takes alone.
+struct TileCost {
+  Math math;
+  int rows, cols;
+  double step, finish, pairs, singles, share = 1;
+};
+inline constexpr TileCost kTileCosts[] = {{Math::split, 16, 56, 1520, 3330, 0.15, 0.46},
+                                          {Math::split, 32, 104, 3270, 3590, 0.15, 0.33},
+                                          {Math::split, 32, 256, 3330, 5300, 0.15, 0.38},
+                                          {Math::split, 128, 128, 5600, 4620, 0.07, 0.13},
+                                          {Math::fp32, 8, 16, 706, 2350, 0.03, 0.21, 0.66}};
+
+/// Those of a tile. Of others less is known.
 template <class Tile>
-double tiles_microseconds(double tiles, int inputs) {
-  if (Tile::kMath == Math::tf32) return INFINITY;
+constexpr TileCost cost_of_tile() {
+  for (const TileCost& cost : kTileCosts) {
+    if (cost.math == Tile::kMath && cost.rows == Tile::BM && cost.cols == Tile::BN) return cost;
+  }
   constexpr double kMultiplyAdds = 1.0 * Tile::BM * Tile::BN * Tile::BK;
-  constexpr double kStep =
-      Tile::kMath == Math::fp32 ? 0.2 + 16.5e-6 * kMultiplyAdds : 0.9 + 1.9e-6 * kMultiplyAdds;
-  return 4.5 +
-         tiles * (std::ceil(1.0 * inputs / Tile::BK) * kStep + 1.3 + 0.36e-3 * Tile::BM * Tile::BN);
+  const double step =
+      Tile::kMath == Math::fp32 ? 330 + 27e-3 * kMultiplyAdds : 1480 + 3.1e-3 * kMultiplyAdds;
+  return {Tile::kMath, Tile::BM, Tile::BN, step, 6000 + 0.6 * Tile::BM * Tile::BN, 0, 0};
+}
+
+/// How long `tiles` tiles take one after another, with so many inputs each. `finish`: cycles after
+/// the steps of each. In TF32 it is not known.
+template <class Tile>
+double tiles_microseconds(const Layer& layer, double tiles, int inputs, double finish) {
+  if (Tile::kMath == Math::tf32) return INFINITY;
+  const TileCost cost = cost_of_tile<Tile>();
+  const double of_W = layer.C % 4 == 0 ? 0 : layer.C % 2 == 0 ? cost.pairs : cost.singles;
+  const double step = cost.step * (1 + of_W + (layer.D % 2 != 0 ? 0.1 : 0));
+  return std::max(1.0, tiles * cost.share) * (ceil_div(inputs, Tile::BK) * step + finish) /
+         cycles();
 }
 
 // D is split until the GPU is full, but into no less than kLeastDepth.
@@ -182,9 +209,10 @@ Product make_all_columns(const Layer& layer) {
                  factors_of(layer.x, layer.W, layer.B, layer.D, layer.C), results);
   };
   const double microseconds =
-      tiles_microseconds<Tile>(std::ceil(1.0 * row_tiles * splits / layer.sms),
-                               ceil_div(layer.D, splits)) +
-      (splits > 1 ? 2.5 : 0);
+      1.35 +
+      tiles_microseconds<Tile>(layer, std::ceil(1.0 * row_tiles * splits / layer.sms),
+                               ceil_div(layer.D, splits), cost_of_tile<Tile>().finish) +
+      (splits > 1 ? 3.6 + 65e-6 * Tile::BM * Tile::BN * splits : 0);
   Product product = product_of("tiles", all_columns<Tile>, kBytes, launch);
   product.expected = {microseconds, microseconds + layer.softmax_microseconds()};
   return product;
@@ -199,9 +227,13 @@ Product make_column_tiles(const Layer& layer) {
   };
   Product product = half_fused(layer, "online", column_tiles<Tile>, Tile::kStageBytes, 1,
                                static_cast<int>(blocks_for(layer.C, Tile::kCols)), launch);
+  // A warp whose rows do not exist has nothing to do after its steps.
+  const double finish =
+      std::min(1.0, 1.0 * layer.B / Tile::BM) *
+      (cost_of_tile<Tile>().finish * (layer.C % 2 != 0 ? 2 : 1) + (leaves_parts(layer) ? 3400 : 0));
   const double microseconds =
-      tiles_microseconds<Tile>(std::ceil(1.0 * tiles / layer.sms), layer.D) +
-      layer.softmax_microseconds();
+      3.6 + tiles_microseconds<Tile>(layer, std::ceil(1.0 * tiles / layer.sms), layer.D, finish) +
+      layer.logits_microseconds() + layer.softmax_microseconds();
   product.expected = {microseconds, microseconds};
   return product;
 }
