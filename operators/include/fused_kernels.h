@@ -24,6 +24,11 @@
  * workspace may be others in each call. It belongs to the context in which it was made; after
  * cudaDeviceReset() calls plan anew.
  *
+ * If the environment variable FUSED_KERNELS_CAPABILITY is a compute capability, such as 8.0, a
+ * plan takes the device for one of that: it computes in the ways, and with the shared memory, that
+ * such a device has. A value above the device's own is refused with FK_BAD_DEVICE, another one with
+ * FK_BAD_ARGUMENT.
+ *
  * A process that fork() has made cannot use what its parent has begun with CUDA: there a call
  * returns FK_CUDA_ERROR. Of the library for the CPU it can, if no other thread of the parent was in
  * a call.
