@@ -355,9 +355,9 @@ def product(a, b, math="fp32"):
     Gradients: d_a = d b^T and d_b = a^T d, by PyTorch's own product, since the library reads no transposed matrices.
     How that multiplies fp32 is PyTorch's setting, not `math`.
 
-    Raises a ValueError for shapes, types, layouts or a `math` that are not these, and a RuntimeError for a GPU that is
-    not of compute capability 9.0 (fp32: any; "tf32" and "tf32x3": 8.0 and newer). Source: operators/product; lessons 2
-    and 3 explain it."""
+    Raises a ValueError for shapes, types, layouts or a `math` that are not these, and a RuntimeError for a GPU below
+    compute capability 8.0 (torch.float32 with math="fp32": for none). Source: operators/product; lessons 2 and 3
+    explain it."""
     if _is_traced(a, b):
         return torch.ops.fused_kernels.product(a, b, math)
     if torch.is_grad_enabled() and (a.requires_grad or b.requires_grad):
@@ -412,8 +412,8 @@ def gating(x, w1, w2, b1, b2):
     Gradients: of all five, by gating_backward(), always all together; an incoming gradient that is not contiguous is
     copied. There are no second derivatives.
 
-    Raises a ValueError for shapes, types or layouts that are not these, and a RuntimeError for a GPU that is not of
-    compute capability 9.0. Source: operators/gating; lessons 5 and 6 explain it."""
+    Raises a ValueError for shapes, types or layouts that are not these, and a RuntimeError for a GPU below compute
+    capability 8.0. Source: operators/gating; lessons 5 and 6 explain it."""
     if _is_traced(x, w1, w2, b1, b2):
         return torch.ops.fused_kernels.gating(x, w1, w2, b1, b2)
     if torch.is_grad_enabled() and (x.requires_grad or w1.requires_grad or w2.requires_grad or b1.requires_grad
