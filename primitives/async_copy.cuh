@@ -53,6 +53,14 @@ __device__ inline void copy_async_part(void* to_shared, const void* from_global,
 #endif
 }
 
+/// Asks the L2 cache to fetch the sector of global memory with this address, and goes on (PTX ISA,
+/// "prefetch").
+__device__ inline void prefetch_to_cache([[maybe_unused]] const void* from_global) {
+#ifndef CUDA_CPU
+  asm volatile("prefetch.global.L2 [%0];" ::"l"(__cvta_generic_to_global(from_global)));
+#endif
+}
+
 __device__ inline void copy_async_commit() { __pipeline_commit(); }
 
 /// Waits until at most kNewest groups are still under way.
