@@ -199,9 +199,10 @@ FK_API int fk_diffusion_workspace(const fk_diffusion* diffusion, size_t* bytes);
  * mass (meshes, vertices), evalues (meshes, eigen), times (width), spectral (meshes, eigen, width);
  * all dense. Each size is at least 1; eigen and width are multiples of 8, at most 256 and 512;
  * meshes * vertices is at most 2^30, meshes at most 65535. Type: bf16, added up in fp32, in an
- * order that is another one in each call. Alignment: each pointer to 16 bytes. Written: spectral
- * and out, which must not overlap an operand. Device: compute capability 9.0; the blocks of its
- * kernel start together, and so a call in another stream waits until there is room for all. */
+ * order that is on compute capability 9.0 another one in each call. Alignment: each pointer to 16
+ * bytes. Written: spectral and out, which must not overlap an operand. Device: compute capability
+ * 8.0 and newer. On 9.0 the blocks of its kernel start together, and so a call in another stream
+ * waits until there is room for all. */
 FK_API int fk_diffusion_forward(const fk_diffusion* diffusion, const void* x, const void* basis,
                                 const void* mass, const void* evalues, const void* times,
                                 void* spectral, void* out, void* workspace, size_t workspace_bytes,
@@ -259,7 +260,7 @@ FK_API int fk_gradients_workspace(const fk_gradients* gradients, size_t* bytes);
  * least 1; eigen and width are multiples of 8, at most 256 and 32768; vertices is at most 2^30.
  * Type: bf16, added up in fp32; x lr^T and x li^T are rounded to bf16 in between. Alignment: each
  * pointer to 16 bytes. Written: out, which must not overlap an operand. Device: compute capability
- * 9.0. */
+ * 8.0 and newer. */
 FK_API int fk_gradients_forward(const fk_gradients* gradients, const void* x, const void* gr,
                                 const void* gi, const void* lr, const void* li, void* out,
                                 void* workspace, size_t workspace_bytes,
@@ -305,7 +306,7 @@ FK_API int fk_clifford_workspace(const fk_clifford* clifford, size_t* bytes);
  * grade, those of a grade by their basis vectors as bits of a number, e1 the lowest; triples by a,
  * then c, then b. Each size is at least 1; features is at most 8192, of 16 blades 4096, of 32
  * blades 2048; batch * features is at most 2^30. Type: fp32. Alignment: each pointer to 16 bytes.
- * Written: out, which must not overlap an operand. Device: compute capability 9.0. */
+ * Written: out, which must not overlap an operand. Device: any that the library is built for. */
 FK_API int fk_clifford_forward(const fk_clifford* clifford, const void* x, const void* y,
                                const void* w, void* out, void* workspace, size_t workspace_bytes,
                                struct CUstream_st* stream);

@@ -40,8 +40,24 @@ def gated_layer():
                   cases.gating_in_fp64, bars)
 
 
+def diffusion():
+    yield Row("diffusion, 131072 x 256, 128 eigenvectors, bf16", cases.diffusion(131072, 128, 256),
+              cases.diffusion_in_fp64, {False: 1.35, True: 1.3})
+
+
+def gradient_features():
+    yield Row("gradient features, 131072 x 256, 128 eigenvectors, bf16", cases.gradient_features(131072, 128, 256),
+              cases.features_in_fp64, {False: 2.5, True: 2.0})
+
+
+def clifford():
+    yield Row("Clifford product, 8 x 8192 x 1024, fp32", cases.clifford(8192, 1024), times.clifford_by_pytorch,
+              {False: 3.5, True: 10.0})
+
+
 # What each function's rows are. A generator, so that a row's operands live no longer than the row.
-FUNCTIONS = {"product": product, "gated layer": gated_layer}
+FUNCTIONS = {"product": product, "gated layer": gated_layer, "diffusion": diffusion,
+             "gradient features": gradient_features, "Clifford product": clifford}
 
 
 def measure(row, backward):
