@@ -40,6 +40,27 @@ __device__ inline void copy_async(void* to_shared, const void* from_global, bool
 #endif
 }
 
+/// Copies 16 bytes as copy_async() does, of which the first `there` come from global memory, 0 to
+/// 16. The others become zeros, and are not read.
+__device__ inline void copy_async_part(void* to_shared, const void* from_global, int there) {
+#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 800
+  const unsigned to = static_cast<unsigned>(__cvta_generic_to_shared(to_shared));
+  asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" ::"r"(to), "l"(from_global),
+               "r"(there));
+#else
+  __pipeline_memcpy_async(to_shared, there > 0 ? from_global : to_shared, 16,
+                          static_cast<size_t>(16 - there));
+#endif
+}
+
+/// Asks the L2 cache to fetch the sector of global memory with this address, and goes on (PTX ISA,
+/// "prefetch").
+__device__ inline void prefetch_to_cache([[maybe_unused]] const void* from_global) {
+#ifndef CUDA_CPU
+  asm volatile("prefetch.global.L2 [%0];" ::"l"(__cvta_generic_to_global(from_global)));
+#endif
+}
+
 __device__ inline void copy_async_commit() { __pipeline_commit(); }
 
 /// Waits until at most kNewest groups are still under way.

@@ -8,13 +8,15 @@
 #include <cuda_runtime.h>
 
 #include "primitives/check.h"
+#include "primitives/launch.h"
 
 namespace primitives {
 
 /// Whether a kernel's code was compiled for devices that have clusters and early launches (9.0 and
-/// newer).
+/// newer), and the device is taken for one.
 template <typename Kernel>
 bool has_clusters(Kernel* kernel) {
+  if (compute_capability() < 90) return false;
   return answer_to<bool>(reinterpret_cast<const void*>(kernel), [&] {
     cudaFuncAttributes code;
     check(cudaFuncGetAttributes(&code, kernel), "cudaFuncGetAttributes");

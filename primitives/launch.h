@@ -3,6 +3,7 @@
 
 #include <cuda_runtime.h>
 
+#include <algorithm>
 #include <cstdint>
 #include <type_traits>
 
@@ -47,14 +48,32 @@ int device_fact() {
 
 inline int multiprocessors() { return device_fact<cudaDevAttrMultiProcessorCount>(); }
 
+/// What a device is taken for: an older one, to run what that one would run.
+struct Capability {
+  int number = 0;        ///< such as 80; 0: the device is taken for what it is
+  int shared_bytes = 0;  ///< the most that a block may ask for there
+};
+/// What this host thread takes its device for, while somebody says so (operators/device_facts.h).
+inline thread_local Capability taken_for;
+
+/// The device's own compute capability, such as 90.
+inline int own_capability() {
+  return 10 * device_fact<cudaDevAttrComputeCapabilityMajor>() +
+         device_fact<cudaDevAttrComputeCapabilityMinor>();
+}
+/// The one that the device is taken for.
+inline int compute_capability() {
+  return taken_for.number != 0 ? taken_for.number : own_capability();
+}
+
 /// The most shared memory that a block may ask for, in bytes.
-inline int most_shared_bytes() { return device_fact<cudaDevAttrMaxSharedMemoryPerBlockOptin>(); }
+inline int most_shared_bytes() {
+  const int own = device_fact<cudaDevAttrMaxSharedMemoryPerBlockOptin>();
+  return taken_for.number != 0 ? std::min(own, taken_for.shared_bytes) : own;
+}
 
 /// Whether the device runs code for sm_90a.
-inline bool is_hopper() {
-  return device_attribute(cudaDevAttrComputeCapabilityMajor) == 9 &&
-         device_attribute(cudaDevAttrComputeCapabilityMinor) == 0;
-}
+inline bool is_hopper() { return own_capability() == 90 && compute_capability() == 90; }
 
 /// Lets a block of `kernel` have `bytes` of shared memory, and in fact as much as the device has.
 /// What is allowed belongs to the kernel, not to a launch: if a smaller shape allowed only what it
@@ -64,7 +83,8 @@ inline bool is_hopper() {
 /// needs_shared, and is then left out.)
 template <typename Kernel>
 void allow_shared_bytes(Kernel* kernel, int bytes) {
-  if (bytes > most_shared_bytes()) return;
+  const int most = device_fact<cudaDevAttrMaxSharedMemoryPerBlockOptin>();
+  if (bytes > most) return;
   const struct {
     const void* kernel;
     int64_t attribute;  // other questions about the kernel have other ones
@@ -73,7 +93,7 @@ void allow_shared_bytes(Kernel* kernel, int bytes) {
     cudaFuncAttributes own;  // what the kernel declares itself is no part of what is set
     check(cudaFuncGetAttributes(&own, kernel), "cudaFuncGetAttributes");
     check(cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize,
-                               most_shared_bytes() - static_cast<int>(own.sharedSizeBytes)),
+                               most - static_cast<int>(own.sharedSizeBytes)),
           "cudaFuncSetAttribute");
     return true;
   });

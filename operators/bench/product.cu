@@ -103,7 +103,7 @@ int main(int argc, char** argv) {
   const auto add_half = [&]<typename T>(const Precision& of) {
     if (!wanted(of.name)) return;
     const ProductTable<T> table(lesson, blas, of, shape);
-    if (Kernel* row = table.template add<HalfProduct<T>>("operator", shape)) row->hopper_only();
+    if (Kernel* row = table.template add<HalfProduct<T>>("operator", shape)) row->needs(80);
   };
   add_half.operator()<half>({"fp16", Rate::fp16, 75, CUDA_R_16F, CUBLAS_COMPUTE_32F,
                              dot_tolerance(depth, tensor_sum, kRoundoffFp16)});

@@ -64,6 +64,13 @@ struct Place {
       for (int e = 0; e < W; ++e) copy_async<sizeof(float)>(to + e, from + e * kStep, e < inside);
     }
   }
+  // Asks the L2 cache to fetch them.
+  __device__ __forceinline__ void prefetch(const float* from, int inside) const {
+#pragma unroll
+    for (int e = 0; e < (kVector ? 1 : W); ++e) {
+      if (e < inside) prefetch_to_cache(from + e * kStep);
+    }
+  }
   __device__ __forceinline__ Pack<W> load(const float* from, int inside) const {
     Pack<W> result = {};
     if constexpr (kVector) {

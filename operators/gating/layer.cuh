@@ -1,18 +1,20 @@
-// The gated layer for any shape, on Hopper: what a program calls, and lesson 6's last row.
+// The gated layer for any shape: what a program calls, and lesson 6's last row.
 //
 //     out = sigmoid(x W1 + b1) * (x W2 + b2)
 //     x (M, K), W1 and W2 (K, H), b1 and b2 (H), out (M, H): fp16, row-major; fp32 sums. Rows of x
 //     and out may be a multiple of 8 elements apart; all else is dense.
 //
-// Where the weights fit on chip, they stay there, and x streams by (operators/gating/resident.cuh).
-// Otherwise the layer is lesson 3's product for any shape (operators/product/product.cuh) with two
-// right factors and the gate as its epilogue.
+// On Hopper: where the weights fit on chip, they stay there, and x streams by
+// (operators/gating/resident.cuh). Otherwise the layer is lesson 3's product for any shape
+// (operators/product/product.cuh) with two right factors and the gate as its epilogue. On other
+// GPUs: operators/gating/portable.cuh.
 #pragma once
 
 #include <algorithm>
 #include <utility>
 #include <vector>
 
+#include "operators/gating/portable.cuh"
 #include "operators/gating/resident.cuh"
 #include "operators/product/plan.cuh"
 
@@ -170,12 +172,16 @@ class GatedProduct {
   Workspace workspace_;
 };
 
-/// The ways to compute the layer, of a shape that is at least 1 x 1 x 1. No way where there is no
-/// Hopper GPU to run them, or where there are too many tiles to count. out must not overlap its
-/// inputs.
+/// The ways to compute the layer, of a shape that is at least 1 x 1 x 1, on Hopper or on another GPU
+/// from compute capability 8.0 on. No way where there are too many tiles to count. out must not
+/// overlap its inputs.
 class GatedLayer {
  public:
   GatedLayer(const Workspace& workspace, const GatingMemory& memory, const GatingShape& shape) {
+    if (!is_hopper()) {
+      ways_ = PortableGatedLayer(workspace, memory, shape).ways();
+      return;
+    }
     if (memory.x_stride != 0 || memory.out_stride != 0) {
       ways_ = GatedProduct(workspace, memory, shape).ways();
       return;

@@ -24,6 +24,11 @@
  * workspace may be others in each call. It belongs to the context in which it was made; after
  * cudaDeviceReset() calls plan anew.
  *
+ * If the environment variable FUSED_KERNELS_CAPABILITY is a compute capability, such as 8.0, a
+ * plan takes the device for one of that: it computes in the ways, and with the shared memory, that
+ * such a device has. A value above the device's own is refused with FK_BAD_DEVICE, another one with
+ * FK_BAD_ARGUMENT.
+ *
  * A process that fork() has made cannot use what its parent has begun with CUDA: there a call
  * returns FK_CUDA_ERROR. Of the library for the CPU it can, if no other thread of the parent was in
  * a call.
@@ -115,8 +120,8 @@ FK_API int fk_product_workspace(const fk_product* product, size_t* bytes);
  * element of c adds up. The element differs from the exact one by at most that sum times depth *
  * 2^-24 with FK_FLOAT32, times 2^-10 + depth * 2^-25 with FK_TF32, and times 2^-18 + depth * 2^-29
  * with FK_TF32X3. With FK_TF32X3 an infinity in a row of a makes that row of c NaN. Alignment: each
- * pointer to 16 bytes. Written: c, which must not overlap a or b. Device: compute capability 9.0;
- * for FK_TF32 and FK_TF32X3 8.0 and newer; for FK_FLOAT32 any that the library is built for. */
+ * pointer to 16 bytes. Written: c, which must not overlap a or b. Device: compute capability 8.0
+ * and newer; for FK_FLOAT32 any that the library is built for. */
 FK_API int fk_product_forward(const fk_product* product, const void* a, const void* b, void* c,
                               void* workspace, size_t workspace_bytes, struct CUstream_st* stream);
 
@@ -136,7 +141,7 @@ FK_API int fk_gating_workspace(const fk_gating* gating, size_t* bytes);
  * Shapes: x (rows, inputs), w1 and w2 (inputs, hidden), b1 and b2 (hidden), out (rows, hidden); all
  * row-major, weights and biases dense. Each size is at least 1; rows and inputs are at most 2^30,
  * hidden is at most 2^21 - 1024. Type: fp16, added up in fp32. Alignment: each pointer to 16 bytes.
- * Written: out, which must not overlap an operand. Device: compute capability 9.0. */
+ * Written: out, which must not overlap an operand. Device: compute capability 8.0 and newer. */
 FK_API int fk_gating_forward(const fk_gating* gating, const void* x, const void* w1, const void* w2,
                              const void* b1, const void* b2, void* out, void* workspace,
                              size_t workspace_bytes, struct CUstream_st* stream);
@@ -194,9 +199,10 @@ FK_API int fk_diffusion_workspace(const fk_diffusion* diffusion, size_t* bytes);
  * mass (meshes, vertices), evalues (meshes, eigen), times (width), spectral (meshes, eigen, width);
  * all dense. Each size is at least 1; eigen and width are multiples of 8, at most 256 and 512;
  * meshes * vertices is at most 2^30, meshes at most 65535. Type: bf16, added up in fp32, in an
- * order that is another one in each call. Alignment: each pointer to 16 bytes. Written: spectral
- * and out, which must not overlap an operand. Device: compute capability 9.0; the blocks of its
- * kernel start together, and so a call in another stream waits until there is room for all. */
+ * order that is on compute capability 9.0 another one in each call. Alignment: each pointer to 16
+ * bytes. Written: spectral and out, which must not overlap an operand. Device: compute capability
+ * 8.0 and newer. On 9.0 the blocks of its kernel start together, and so a call in another stream
+ * waits until there is room for all. */
 FK_API int fk_diffusion_forward(const fk_diffusion* diffusion, const void* x, const void* basis,
                                 const void* mass, const void* evalues, const void* times,
                                 void* spectral, void* out, void* workspace, size_t workspace_bytes,
@@ -254,7 +260,7 @@ FK_API int fk_gradients_workspace(const fk_gradients* gradients, size_t* bytes);
  * least 1; eigen and width are multiples of 8, at most 256 and 32768; vertices is at most 2^30.
  * Type: bf16, added up in fp32; x lr^T and x li^T are rounded to bf16 in between. Alignment: each
  * pointer to 16 bytes. Written: out, which must not overlap an operand. Device: compute capability
- * 9.0. */
+ * 8.0 and newer. */
 FK_API int fk_gradients_forward(const fk_gradients* gradients, const void* x, const void* gr,
                                 const void* gi, const void* lr, const void* li, void* out,
                                 void* workspace, size_t workspace_bytes,
@@ -300,7 +306,7 @@ FK_API int fk_clifford_workspace(const fk_clifford* clifford, size_t* bytes);
  * grade, those of a grade by their basis vectors as bits of a number, e1 the lowest; triples by a,
  * then c, then b. Each size is at least 1; features is at most 8192, of 16 blades 4096, of 32
  * blades 2048; batch * features is at most 2^30. Type: fp32. Alignment: each pointer to 16 bytes.
- * Written: out, which must not overlap an operand. Device: compute capability 9.0. */
+ * Written: out, which must not overlap an operand. Device: any that the library is built for. */
 FK_API int fk_clifford_forward(const fk_clifford* clifford, const void* x, const void* y,
                                const void* w, void* out, void* workspace, size_t workspace_bytes,
                                struct CUstream_st* stream);

@@ -3,6 +3,7 @@
 #include <algorithm>
 #include <atomic>
 #include <cmath>
+#include <cstdlib>
 #include <exception>
 #include <map>
 #include <memory>
@@ -10,6 +11,7 @@
 #include <optional>
 #include <tuple>
 
+#include "operators/device_facts.h"
 #include "operators/library/call.h"
 #include "primitives/check.h"
 #include "primitives/early_launch.cuh"
@@ -57,17 +59,36 @@ const char* name_of(fk_type type) {
   return "?";
 }
 
-/// The current device's compute capability, such as 90.
-int capability() {
-  return 10 * primitives::device_fact<cudaDevAttrComputeCapabilityMajor>() +
-         primitives::device_fact<cudaDevAttrComputeCapabilityMinor>();
-}
 std::string dotted(int capability) {
   return std::to_string(capability / 10) + "." + std::to_string(capability % 10);
 }
 [[noreturn]] void refuse_capability(const char* name, const std::string& needed) {
-  throw Refusal{FK_BAD_DEVICE, std::string(name) + " needs a GPU of compute capability " + needed +
-                                   "; this one has " + dotted(capability())};
+  throw Refusal{FK_BAD_DEVICE,
+                std::string(name) + " needs a GPU of compute capability " + needed +
+                    "; this one has " + dotted(primitives::own_capability()) +
+                    (primitives::taken_for.number != 0
+                         ? " and is taken for " + dotted(primitives::taken_for.number)
+                         : "")};
+}
+
+/// What plans that are made now take the current device for: what the environment's variable says,
+/// or what it is.
+primitives::Capability capability_to_plan_for() {
+  const char* const variable = "FUSED_KERNELS_CAPABILITY";
+  const char* const said = std::getenv(variable);
+  if (said == nullptr || *said == '\0') return {};
+  const auto found =
+      std::find_if(std::begin(kCapabilities), std::end(kCapabilities),
+                   [&](const primitives::Capability& each) { return dotted(each.number) == said; });
+  if (found == std::end(kCapabilities)) {
+    throw Refusal{FK_BAD_ARGUMENT, std::string(variable) + " is \"" + said +
+                                       "\"; it has to be a compute capability, such as 8.0"};
+  }
+  if (found->number > primitives::own_capability()) {
+    throw Refusal{FK_BAD_DEVICE, std::string(variable) + " is " + said + "; this GPU has only " +
+                                     dotted(primitives::own_capability())};
+  }
+  return *found;
 }
 
 constexpr int kZerosThreads = 256, kMostZerosBlocks = 1024;
@@ -356,11 +377,13 @@ int64_t check_stride(const char* name, int64_t stride, int64_t cols, size_t elem
 }
 
 void check_hopper(const char* name) {
-  if (capability() != 90) refuse_capability(name, "9.0");
+  const TakingFor device(capability_to_plan_for());
+  if (!primitives::is_hopper()) refuse_capability(name, "9.0");
 }
 
 void check_capability(const char* name, int least) {
-  if (capability() >= least) return;
+  const TakingFor device(capability_to_plan_for());
+  if (primitives::compute_capability() >= least) return;
   refuse_capability(name, dotted(least) + " or newer");
 }
 
@@ -419,7 +442,11 @@ void Key::finish(const char* name, int variant) {
 
 class Plan {
  public:
-  Plan(const Key& key, Operator make) : key_(key), make_(std::move(make)) { choose(); }
+  Plan(const Key& key, Operator make)
+      : key_(key), make_(std::move(make)), capability_(capability_to_plan_for()) {
+    const TakingFor device(capability_);
+    choose();
+  }
   Plan(const Plan&) = delete;  // its way refers to it
   Plan& operator=(const Plan&) = delete;
 
@@ -453,6 +480,7 @@ class Plan {
   /// To be called after accept(). While fk_tune() says so the ways are tried first, if they have
   /// not been. (In a graph that is being captured nothing can be.)
   void launch() {
+    const TakingFor device(capability_);
     Tunings& tunings = Tunings::all();
     if (tunings.on.load(std::memory_order_relaxed) && tunings.of(key_).empty() && !captured()) {
       tunings.set(key_, fastest());
@@ -570,6 +598,7 @@ class Plan {
 
   Key key_;
   Operator make_;
+  primitives::Capability capability_;  ///< what this plan takes the device for
   Running running_;
   Way best_;
   PlanAnswers answers_;
@@ -626,6 +655,7 @@ thread_local bool Plans::gone = false;
 }  // namespace
 
 size_t workspace_bytes(const Operator& make) {
+  const TakingFor device(capability_to_plan_for());
   const Running running;
   Carver carver(running, nullptr);
   if (carver.ways(make, carver.workspace()).empty()) {

@@ -1,6 +1,7 @@
 // The Clifford products of operators/clifford, as the library exports them.
 
 #include "operators/clifford/layer.cuh"
+#include "operators/clifford/portable.cuh"
 #include "operators/library/clifford_calls.h"
 
 namespace {
@@ -30,8 +31,7 @@ void check(const fk_clifford* of) {
     });
     return most;
   };
-  check_clifford(of, "the Clifford product", "2, 0, 0 or 3, 0, 0 or 3, 0, 1 or 1, 3, 0 or 4, 1, 0",
-                 most_features);
+  check_clifford(of, "2, 0, 0 or 3, 0, 0 or 3, 0, 1 or 1, 3, 0 or 4, 1, 0", most_features);
 }
 
 CliffordCalls::Counts counts_of(const fk_clifford& of) {
@@ -54,12 +54,24 @@ CliffordTensors tensors_of(const fk_clifford& of, const Operands& at, int place_
           .workspace = workspace};
 }
 
+/// Hopper's ways, if the device has them; or the portable ones.
+template <typename Streaming, typename Portable>
+std::vector<operators::Way> ways_here(Streaming streamed, Portable portable) {
+  if (primitives::is_hopper()) {
+    std::vector<operators::Way> ways = streamed().ways;
+    if (!ways.empty()) return ways;
+  }
+  return portable();
+}
+
 /// A pass of a description that has been checked.
 Operator forward_of(const fk_clifford& of) {
   return [=](const operators::Workspace& workspace, const Operands& at) {
     std::vector<operators::Way> ways;
     in_algebra(of, [&]<typename A>(A) {
-      ways = streamed_forward<A>(tensors_of<A>(of, at, kForwardX, workspace)).ways;
+      const CliffordTensors tensors = tensors_of<A>(of, at, kForwardX, workspace);
+      ways = ways_here([&] { return streamed_forward<A>(tensors); },
+                       [&] { return portable_forward<A>(tensors); });
     });
     return ways;
   };
@@ -73,7 +85,8 @@ Operator backward_of(const fk_clifford& of) {
       const CliffordGradients d{at.memory<float>(0, count), at.memory<float>(4, count),
                                 at.memory<float>(5, count),
                                 at.memory<float>(6, static_cast<int64_t>(tensors.w.size()))};
-      ways = streamed_backward<A>(tensors, d).ways;
+      ways = ways_here([&] { return streamed_backward<A>(tensors, d); },
+                       [&] { return portable_backward<A>(tensors, d); });
     });
     return ways;
   };

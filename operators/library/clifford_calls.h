@@ -12,9 +12,9 @@ namespace operators::library {
 /// backward: d_out, x, y, w, d_x, d_y, d_w.
 constexpr int kForwardX = 0, kBackwardX = 1;
 
-/// Refuses a description that no GPU, or not this one, can compute. most_features(description) is 0
+/// Refuses a description that no GPU can compute. most_features(description) is 0
 /// where there is no such algebra, and `algebras` names those that there are.
-inline void check_clifford(const fk_clifford* of, const char* name, const char* algebras,
+inline void check_clifford(const fk_clifford* of, const char* algebras,
                            int64_t (*most_features)(const fk_clifford&)) {
   constexpr int64_t kMost = 1 << 30;
   check_description("clifford", of, sizeof *of);
@@ -33,7 +33,6 @@ inline void check_clifford(const fk_clifford* of, const char* name, const char* 
   if (of->batch * of->features > kMost) {
     throw Refusal{FK_BAD_SHAPE, "batch * features is more than 2^30"};
   }
-  check_hopper(name);
 }
 
 /// The calls of one of the products.

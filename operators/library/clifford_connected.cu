@@ -27,7 +27,8 @@ void check(const fk_clifford* of) {
   const auto most_features = [](const fk_clifford& description) {
     return in_algebra(description, [](auto) {}) ? kMostFeatures : 0;
   };
-  check_clifford(of, "the fully connected Clifford product", "2, 0, 0 or 3, 0, 0", most_features);
+  check_clifford(of, "2, 0, 0 or 3, 0, 0", most_features);
+  check_hopper("the fully connected Clifford product");
 }
 
 CliffordCalls::Counts counts_of(const fk_clifford& of) {

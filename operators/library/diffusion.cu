@@ -1,6 +1,7 @@
 // The spatial diffusion of operators/diffusion, as the library exports it.
 
 #include "operators/diffusion/fused.cuh"
+#include "operators/diffusion/portable.cuh"
 #include "operators/library/call.h"
 
 namespace {
@@ -28,7 +29,7 @@ void check(const fk_diffusion* of) {
   if (of->meshes * of->vertices > kMost) {
     throw Refusal{FK_BAD_SHAPE, "meshes * vertices is more than 2^30"};
   }
-  check_hopper("the diffusion");
+  check_capability("the diffusion", 80);
 }
 
 /// A call's arguments: x, basis, mass, evalues, times, spectral, out; backward d_out, d_spectral,
@@ -55,9 +56,12 @@ DiffusionOperands operands_of(const fk_diffusion& of, const Operands& at) {
 template <Pass kPass>
 Operator pass_of(const fk_diffusion& of) {
   return [=](const operators::Workspace& workspace, const Operands& at) {
-    return FusedDiffusion<kPass>(
-               workspace, [=] { return operands_of<kPass>(of, at); }, shape_of(of))
-        .ways();
+    const auto operands = [=] { return operands_of<kPass>(of, at); };
+    if (primitives::is_hopper()) {
+      auto ways = FusedDiffusion<kPass>(workspace, operands, shape_of(of)).ways();
+      if (!ways.empty()) return ways;
+    }
+    return PortableDiffusion<kPass>(workspace, operands, shape_of(of)).ways();
   };
 }
 

@@ -20,7 +20,7 @@ void check(const fk_gating* gating) {
                {"hidden", gating->hidden, (1 << 21) - 1024}});
   check_stride("x_stride", gating->x_stride, gating->inputs, sizeof(half));
   check_stride("out_stride", gating->out_stride, gating->hidden, sizeof(half));
-  check_hopper("the gated layer");
+  check_capability("the gated layer", 80);
 }
 
 /// The same of backward, where inputs are columns of a product.

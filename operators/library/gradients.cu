@@ -1,6 +1,7 @@
 // The gradient features of operators/gradients, as the library exports them.
 
 #include "operators/gradients/features.cuh"
+#include "operators/gradients/portable.cuh"
 #include "operators/library/call.h"
 
 namespace {
@@ -21,7 +22,7 @@ void check(const fk_gradients* of) {
                {"width", of->width, kMostWidth}});
   check_multiple("eigen", of->eigen, 8);
   check_multiple("width", of->width, 8);
-  check_hopper("the gradient features");
+  check_capability("the gradient features", 80);
 }
 
 /// A call's arguments: x, gr, gi, lr, li, out; backward d_out, x, gr, gi, lr, li, d_x, d_lr, d_li.
@@ -44,9 +45,12 @@ GradientsOperands operands_of(const fk_gradients& of, const Operands& at) {
 template <Pass kPass>
 Operator pass_of(const fk_gradients& of) {
   return [=](const operators::Workspace& workspace, const Operands& at) {
-    return GradientFeatures<kPass>(
-               workspace, [=] { return operands_of<kPass>(of, at); }, shape_of(of))
-        .ways();
+    const auto operands = [=] { return operands_of<kPass>(of, at); };
+    if (primitives::is_hopper()) {
+      auto ways = GradientFeatures<kPass>(workspace, operands, shape_of(of)).ways();
+      if (!ways.empty()) return ways;
+    }
+    return PortableFeatures<kPass>(workspace, operands, shape_of(of)).ways();
   };
 }
 

@@ -39,8 +39,7 @@ void check(const fk_product* product) {
                                       "; rows of FK_FLOAT32 have to be dense"};
     }
   }
-  if (is_half(*product)) check_hopper("the product");
-  if (!is_half(*product) && !fp32) check_capability("the product in TF32", 80);
+  if (!fp32) check_capability(is_half(*product) ? "the product" : "the product in TF32", 80);
 }
 
 /// The product a b = c, the call's arguments, of a description that has been checked.

@@ -355,9 +355,9 @@ def product(a, b, math="fp32"):
     Gradients: d_a = d b^T and d_b = a^T d, by PyTorch's own product, since the library reads no transposed matrices.
     How that multiplies fp32 is PyTorch's setting, not `math`.
 
-    Raises a ValueError for shapes, types, layouts or a `math` that are not these, and a RuntimeError for a GPU that is
-    not of compute capability 9.0 (fp32: any; "tf32" and "tf32x3": 8.0 and newer). Source: operators/product; lessons 2
-    and 3 explain it."""
+    Raises a ValueError for shapes, types, layouts or a `math` that are not these, and a RuntimeError for a GPU below
+    compute capability 8.0 (torch.float32 with math="fp32": for none). Source: operators/product; lessons 2 and 3
+    explain it."""
     if _is_traced(a, b):
         return torch.ops.fused_kernels.product(a, b, math)
     if torch.is_grad_enabled() and (a.requires_grad or b.requires_grad):
@@ -412,8 +412,8 @@ def gating(x, w1, w2, b1, b2):
     Gradients: of all five, by gating_backward(), always all together; an incoming gradient that is not contiguous is
     copied. There are no second derivatives.
 
-    Raises a ValueError for shapes, types or layouts that are not these, and a RuntimeError for a GPU that is not of
-    compute capability 9.0. Source: operators/gating; lessons 5 and 6 explain it."""
+    Raises a ValueError for shapes, types or layouts that are not these, and a RuntimeError for a GPU below compute
+    capability 8.0. Source: operators/gating; lessons 5 and 6 explain it."""
     if _is_traced(x, w1, w2, b1, b2):
         return torch.ops.fused_kernels.gating(x, w1, w2, b1, b2)
     if torch.is_grad_enabled() and (x.requires_grad or w1.requires_grad or w2.requires_grad or b1.requires_grad
@@ -574,16 +574,18 @@ def diffusion(x, basis, mass, evalues, times):
     out = basis spectral. Shapes: x and out (vertices, width), basis (vertices, eigen), mass (vertices), evalues
     (eigen), times (width), spectral (eigen, width); or all but times have one dimension more, before these, for
     several meshes of one shape. eigen and width are multiples of 8, at most 256 and 512. Type: torch.bfloat16 for
-    all; added up in fp32, in an order that is another one in each call. Layout: all are contiguous.
+    all; added up in fp32, on compute capability 9.0 in an order that is another one in each call. Layout: all are
+    contiguous.
 
     Gradients: of x and times, by diffusion_backward(); incoming gradients that are not contiguous are copied. basis,
     mass and evalues are the mesh's own: if one of them requires a gradient, a RuntimeError says that there is none.
     There are no second derivatives.
 
-    The blocks of the kernel start together, so a call waits until its stream finds room for all of them.
+    On compute capability 9.0 the blocks of the kernel start together, so a call waits until its stream finds room for
+    all of them.
 
-    Raises a ValueError for shapes, types or layouts that are not these, and a RuntimeError for a GPU that is not of
-    compute capability 9.0. Source: operators/diffusion; lesson 7 explains it."""
+    Raises a ValueError for shapes, types or layouts that are not these, and a RuntimeError for a GPU below compute
+    capability 8.0. Source: operators/diffusion; lesson 7 explains it."""
     if _is_traced(x, basis, mass, evalues, times):
         return torch.ops.fused_kernels.diffusion(x, basis, mass, evalues, times)
     if torch.is_grad_enabled() and (x.requires_grad or times.requires_grad or basis.requires_grad
@@ -882,8 +884,8 @@ def gradient_features(x, gr, gi, lr, li):
     gr and gi are the mesh's own: if one of them requires a gradient, a RuntimeError says that there is none. There are
     no second derivatives.
 
-    Raises a ValueError for shapes, types or layouts that are not these, and a RuntimeError for a GPU that is not of
-    compute capability 9.0. Source: operators/gradients; lesson 8 explains it."""
+    Raises a ValueError for shapes, types or layouts that are not these, and a RuntimeError for a GPU below compute
+    capability 8.0. Source: operators/gradients; lesson 8 explains it."""
     if _is_traced(x, gr, gi, lr, li):
         return torch.ops.fused_kernels.gradient_features(x, gr, gi, lr, li)
     if torch.is_grad_enabled() and (x.requires_grad or lr.requires_grad or li.requires_grad or gr.requires_grad
@@ -995,8 +997,7 @@ def clifford(x, y, w, signature=(3, 0, 0), normed=True):
     Gradients: of x, y and w, by clifford_backward(); an incoming gradient that is not contiguous is copied. There are
     no second derivatives.
 
-    Raises a ValueError for shapes, types or layouts that are not these, and a RuntimeError for a GPU that is not of
-    compute capability 9.0. Source: operators/clifford; lesson 10 explains it."""
+    Raises a ValueError for shapes, types or layouts that are not these. Source: operators/clifford; lesson 10 explains it."""
     if _is_traced(x, y, w):
         return torch.ops.fused_kernels.clifford(x, y, w, signature, normed)
     if torch.is_grad_enabled() and (x.requires_grad or y.requires_grad or w.requires_grad):

@@ -113,9 +113,7 @@ class SoftmaxProduct {
 
   static bool runs(int capability) {
     if (capability == 90) return is_hopper();
-    return device_attribute(cudaDevAttrComputeCapabilityMajor) * 10 +
-               device_attribute(cudaDevAttrComputeCapabilityMinor) >=
-           capability;
+    return compute_capability() >= capability;
   }
 
   static double least(const std::vector<Way>& ways) {

@@ -91,8 +91,6 @@ int main(int argc, char** argv) {
   if (device_attribute(cudaDevAttrComputeCapabilityMajor) >= 8) {  // these numbers are exact
     ok = right<float, Tf32Product<Math::tf32>>("tf32", shape, most, 0) && ok;
     ok = right<float, Tf32Product<Math::split>>("3xtf32", shape, most, 0) && ok;
-  }
-  if (is_hopper()) {
     ok = right<half, HalfProduct<half>>("fp16", shape, most, 0x1p-11) && ok;
     ok = right<__nv_bfloat16, HalfProduct<__nv_bfloat16>>("bf16", shape, most, 0x1p-8) && ok;
   }

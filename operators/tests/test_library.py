@@ -380,10 +380,10 @@ library = loaded_library()
 """
 
 
-def run_as_another_gpu(capability, program):
+def run_as_another_gpu(capability, program, **variables):
     """The program's output, on a CPU that plays a GPU of this compute capability."""
     result = execute([sys.executable, "-c", AS_ANOTHER_GPU + program], cwd=ROOT / "operators" / "tests",
-                     env={"CUDA_CPU_COMPUTE_CAPABILITY": capability, "PYTHONPATH": str(ROOT)})
+                     env={"CUDA_CPU_COMPUTE_CAPABILITY": capability, "PYTHONPATH": str(ROOT)} | variables)
     assert result.rc == 0, result.stderr
     return result.stdout
 
@@ -407,6 +407,38 @@ assert library.fk_product_workspace(ctypes.byref(description), ctypes.byref(byte
 print(library.fk_last_error().decode())
 """)
     assert said == "the product in TF32 needs a GPU of compute capability 8.0 or newer; this one has 7.5\n"
+
+
+SAYS_WAYS = """
+for kind, options in BY_TENSOR_CORES:
+    kind(library, **options).run_twice()
+    print(library.fk_last_way().decode())
+"""
+
+
+@pytest.mark.parametrize("capability", ["8.0", "8.6", "8.9"])
+def test_a_gpu_is_taken_for_an_older_one(capability):
+    """Then it computes in the ways that the older one would take."""
+    taken = run_as_another_gpu("9.0", SAYS_WAYS, FUSED_KERNELS_CAPABILITY=capability)
+    assert taken == run_as_another_gpu(capability, SAYS_WAYS) != run_as_another_gpu("9.0", SAYS_WAYS)
+
+
+@pytest.mark.parametrize("taken_for, code, sentence", [
+    ("7.5", "BAD_DEVICE", "the product in TF32 needs a GPU of compute capability 8.0 or newer; this one has 9.0 and "
+                          "is taken for 7.5"),
+    ("12.0", "BAD_DEVICE", "FUSED_KERNELS_CAPABILITY is 12.0; this GPU has only 9.0"),
+    *((wrong, "BAD_ARGUMENT", f'FUSED_KERNELS_CAPABILITY is "{wrong}"; it has to be a compute capability, such as 8.0')
+      for wrong in ("8", "80", "8.3", "8.0 ", "Ampere")),
+])
+def test_what_a_gpu_cannot_be_taken_for(taken_for, code, sentence):
+    said = run_as_another_gpu("9.0", f"""
+import ctypes
+from test_library import BAD_ARGUMENT
+description, bytes = Product.Description(64, TF32, 8, 8, 8, 0, 0, 0), ctypes.c_size_t()
+assert library.fk_product_workspace(ctypes.byref(description), ctypes.byref(bytes)) == {code}
+print(library.fk_last_error().decode())
+""", FUSED_KERNELS_CAPABILITY=taken_for)
+    assert said == sentence + "\n"
 
 
 LARGE = [(kind, options | dict(type=type, large=large)) for type, large in ((FLOAT16, 30000), (BFLOAT16, 133120))
@@ -491,7 +523,7 @@ for kind, words in ((Attention, (BFLOAT16, 0, 1, 1, 1, 1, 1, 64)), (Gated, (1, 8
     print(library.fk_last_error().decode())
 """)
     assert said.splitlines() == ["attention needs a GPU of compute capability 8.0 or newer; this one has 7.5",
-                                 "the gated layer needs a GPU of compute capability 9.0; this one has 7.5"]
+                                 "the gated layer needs a GPU of compute capability 8.0 or newer; this one has 7.5"]
 
 
 def call_in_turn(library, kind, options, same_bits=True):

@@ -8,7 +8,7 @@ import pytest
 
 from test_library import (BAD_ARGUMENT, BAD_SHAPE, BFLOAT16, FLOAT16, FLOAT32, Call, call_at_the_same_time,
                           call_in_turn, for_each, fused_kernels, in_turn, library, near, numbers, packed,
-                          refuse_a_damaged_workspace, refuse_what_is_damaged)
+                          refuse_a_damaged_workspace, refuse_what_is_damaged, run_as_another_gpu)
 
 FP32 = 2.0**-18  # fp32's own errors, of the size of the terms
 EPSILON = 1e-6
@@ -307,6 +307,43 @@ IN_TURN = [
     *((kind, [dict(signature=(2, 0, 0), batch=140, features=36), dict(batch=3, features=8), dict(batch=9, features=36)])
       for kind in (CliffordConnected, CliffordConnectedBackward)),
 ]
+
+
+ANYWHERE = """
+import random
+from test_library_clifford import Clifford, CliffordBackward, fused_kernels
+draw, ways = random.Random({seed}), []
+def run(kind, **options):
+    try:
+        kind(library, **options).run_twice()
+    except AssertionError as error:
+        raise AssertionError((kind.NAME, options, library.fk_last_error())) from error
+    ways.append(library.fk_last_way().decode())
+for kind in (Clifford, CliffordBackward):
+    for signature in fused_kernels.TRIPLES:
+        most = 40 if sum(signature) < 4 else 12
+        run(kind, signature=signature, batch=draw.randint(1, 9), features=draw.randint(1, most),
+            normed=draw.randint(0, 1))
+        run(kind, signature=signature, batch=draw.randint(1, 9), features=4 * draw.randint(1, most // 4))
+    run(kind, batch=150, features=draw.randint(1, 9))
+for features in (2 * draw.randint(481, 512), draw.randint(1025, 1100)):
+    for kind in (Clifford, CliffordBackward):
+        run(kind, batch=2, features=features)
+print(len(ways), *(way.split(", ")[1] if "on chip" in way else way.split(":")[0] for way in ways[-4:]), sep="; ")
+"""
+STREAMED, TWICE, ONE_STAGE, TWO_STAGES = "rows streamed", "row read twice", "stages: 1", "stages: 2"
+
+
+@pytest.mark.parametrize("capability, wide_rows", [
+    ("7.5", [TWICE, TWICE]), ("8.0", [TWO_STAGES, "staged: 2"]),
+    *((capability, [ONE_STAGE, "staged: 0"]) for capability in ("8.6", "8.9", "12.0")),
+    ("9.0", [STREAMED, STREAMED]), ("10.0", [TWO_STAGES, "staged: 2"]),
+])
+def test_what_runs_on_each_gpu(capability, wide_rows):
+    """At random shapes, among them rows that fill a block, and longer ones."""
+    said = run_as_another_gpu(capability, ANYWHERE.format(seed=int(10 * float(capability))))
+    of_longer_rows = wide_rows if capability == "9.0" else [TWICE, TWICE]
+    assert said.strip().split("; ") == ["26", *wide_rows, *of_longer_rows]
 
 
 @in_turn(IN_TURN)

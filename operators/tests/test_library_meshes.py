@@ -7,7 +7,7 @@ import pytest
 
 from test_library import (BAD_ARGUMENT, BAD_SHAPE, BFLOAT16, FLOAT16, FLOAT32, ROUNDING, Call, call_at_the_same_time,
                           call_in_turn, for_each, fused_kernels, in_turn, library, near, numbers, packed,
-                          refuse_a_damaged_workspace, refuse_what_is_damaged)
+                          refuse_a_damaged_workspace, refuse_what_is_damaged, run_as_another_gpu)
 
 ROUNDED, FP32 = ROUNDING[BFLOAT16], 2.0**-18  # the second: fp32's own errors, of the size of the terms
 
@@ -281,6 +281,54 @@ IN_TURN = [
     *((kind, [dict(vertices=70, eigen=136, width=72), dict(vertices=3, eigen=8, width=8), dict(vertices=130, width=40)])
       for kind in (GradientFeatures, GradientFeaturesBackward)),
 ]
+
+
+# Every size of tile: of few eigenvectors and of many; narrow ones and wide ones; of few vertices and of many.
+ANYWHERE = """
+import random
+from test_library_meshes import Diffusion, DiffusionBackward, GradientFeatures, GradientFeaturesBackward
+draw, ways = random.Random({seed}), []
+def up_to(most, unit=1):
+    return unit * draw.randint(1, most)
+def run(kind, **options):
+    try:
+        kind(library, **options).run_twice()
+    except AssertionError as error:
+        raise AssertionError((kind.NAME, options, library.fk_last_error())) from error
+    ways.append(library.fk_last_way().decode())
+for kind in (Diffusion, DiffusionBackward):
+    run(kind, vertices=up_to(150), eigen=up_to(8, 8), width=up_to(8, 8))
+    run(kind, vertices=up_to(100), eigen=up_to(16, 8), width=64 + up_to(8, 8))
+    run(kind, vertices=up_to(20), eigen=128 + up_to(16, 8), width=up_to(9, 8))
+    run(kind, vertices=up_to(50), eigen=up_to(8, 8), width=up_to(4, 8), meshes=1 + up_to(5))
+    run(kind, vertices=9000 + up_to(100), eigen=8, width=8)
+for kind in (GradientFeatures, GradientFeaturesBackward):
+    run(kind, vertices=up_to(150), eigen=up_to(8, 8), width=up_to(5, 8))
+    run(kind, vertices=up_to(30), eigen=64 + up_to(8, 8), width=up_to(9, 8))
+    run(kind, vertices=up_to(30), eigen=128 + up_to(16, 8), width=up_to(5, 8))
+    run(kind, vertices=600 + up_to(100), eigen=up_to(2, 8), width=8)
+assert len(ways) == 18
+print(sum("mma.sync" in way for way in ways))
+"""
+
+
+@pytest.mark.parametrize("capability", ["8.0", "8.6", "8.9", "9.0", "10.0", "12.0"])
+def test_what_runs_on_each_gpu(capability):
+    said = run_as_another_gpu(capability, ANYWHERE.format(seed=int(10 * float(capability))))
+    assert int(said) == (0 if capability == "9.0" else 18)
+
+
+def test_there_is_no_bf16_before_compute_capability_8():
+    said = run_as_another_gpu("7.5", """
+import ctypes
+from test_library_meshes import BFLOAT16, Diffusion, GradientFeatures
+for kind, sizes in ((Diffusion, (1, 8, 8, 8)), (GradientFeatures, (8, 8, 8))):
+    description = kind.Description(ctypes.sizeof(kind.Description), BFLOAT16, *sizes)
+    assert kind.functions(library)[0](ctypes.byref(description), ctypes.byref(ctypes.c_size_t())) == BAD_DEVICE
+    print(library.fk_last_error().decode())
+""")
+    assert said.splitlines() == [f"the {name} needs a GPU of compute capability 8.0 or newer; this one has 7.5"
+                                 for name in ("diffusion", "gradient features")]
 
 
 @in_turn(IN_TURN)

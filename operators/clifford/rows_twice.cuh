@@ -1,0 +1,109 @@
+// Lesson 10's *one launch*, for any GPU and rows of any length: what a row needs is read twice, the
+// second time from the L2 cache as far as it still has it, and each product is computed twice. For
+// rows that no block has the room for (operators/clifford/on_chip.cuh).
+//
+// Backward has a kernel for either walk, so that the second one need not go row by row. There a
+// thread has a feature of a strip of rows: its sums for dw stay in registers.
+#pragma once
+
+#include "operators/clifford/rows.cuh"
+#include "operators/clifford/unfused.cuh"
+
+namespace operators::clifford {
+
+inline constexpr int kTwiceThreads = 256;
+
+// A block owns a row, and each of its threads every kTwiceThreads-th feature.
+template <typename A>
+__global__ void __launch_bounds__(kTwiceThreads)
+    forward_twice(const float* x, const float* y, const float* w, float* out, Layer layer) {
+  __shared__ FeatureSums<A::kGrades> partials[kTwiceThreads / 32];
+  const size_t plane = layer.plane(), row = static_cast<size_t>(blockIdx.x) * layer.features;
+  FeatureSums<A::kGrades> sums = {};
+  for (int walk = layer.normed ? 1 : 2; walk <= 2; ++walk) {
+    for (int f = threadIdx.x; f < layer.features; f += kTwiceThreads) {
+      const Multivectors<A, 1> z =
+          gated_product(load<A>(x + row + f, plane), load<A>(y + row + f, plane),
+                        Weights<A>(w + static_cast<size_t>(f) * A::kTriples));
+      if (walk == 1) {
+        add_squares(z, sums);
+        continue;
+      }
+      unroll<0, A::kBlades>([&](auto k) {
+        const float r = layer.normed ? inverse_rms(sums.value[A::grade(k)], layer) : 1;
+        out[k * plane + row + f] = z.blade[k].v[0] * r;
+      });
+    }
+    if (walk == 1) add_up_row(sums, partials, kTwiceThreads / 32);
+  }
+}
+
+// sums (batch): those that the gradients of a row need. A block owns a row, as forward.
+template <typename A>
+__global__ void __launch_bounds__(kTwiceThreads)
+    gradient_sums(const float* x, const float* y, const float* w, const float* d_out,
+                  GradientSums<A>* of_rows, Layer layer) {
+  __shared__ GradientSums<A> partials[kTwiceThreads / 32];
+  const size_t plane = layer.plane(), row = static_cast<size_t>(blockIdx.x) * layer.features;
+  GradientSums<A> sums = {};
+  for (int f = threadIdx.x; f < layer.features; f += kTwiceThreads) {
+    const Multivectors<A, 1> left = load<A>(x + row + f, plane);
+    const Multivectors<A, 1> right = load<A>(y + row + f, plane);
+    const Multivectors<A, 1> P =
+        weighted_product(left, right, Weights<A>(w + static_cast<size_t>(f) * A::kTriples));
+    const Pack<1> g = Gates<1>(left.blade[0], right.blade[0]).product();
+    add_gradient_sums(P, g, load<A>(d_out + row + f, plane), sums);
+  }
+  add_up_row(sums, partials, kTwiceThreads / 32);
+  if (threadIdx.x == 0) of_rows[blockIdx.x] = sums;
+}
+
+// The weights of a feature where they lie: they are loaded again, from the L1 cache, for each
+// multiplication. Registers are scarce.
+template <typename A>
+struct WeightsInMemory {
+  const float* of_feature;
+  template <typename Index>
+  __device__ __forceinline__ Pack<1> operator()(Index t) const {
+    return {{of_feature[t]}};
+  }
+};
+
+// The gradients, with the rows' sums. partials (strips, triples, features): dw of each strip. A
+// thread without a feature works on the last one, and writes nothing.
+template <typename A>
+__global__ void __launch_bounds__(kStripFeatures)
+    gradients_of_strip(const float* x, const float* y, const float* w, const float* d_out,
+                       const GradientSums<A>* of_rows, float* dx, float* dy, float* partials,
+                       Layer layer) {
+  const int chunks = ceil_div(layer.features, kStripFeatures);
+  const int strip = blockIdx.x / chunks;
+  const int own = blockIdx.x % chunks * kStripFeatures + threadIdx.x;
+  const int feature = min(own, layer.features - 1), inside = own < layer.features;
+  const Place<1, true> place(RowsOnChip{kStripFeatures, kStripFeatures, 1, layer.features}, layer);
+  const size_t plane = layer.plane();
+  const WeightsInMemory<A> weights{w + static_cast<size_t>(feature) * A::kTriples};
+  const int end = min(layer.batch, (strip + 1) * kStrip);
+  Pack<1> dw[A::kTriples] = {};
+  for (int row = strip * kStrip; row < end; ++row) {
+    const size_t at = static_cast<size_t>(row) * layer.features + feature;
+    const Multivectors<A, 1> left = load<A>(x + at, plane), right = load<A>(y + at, plane);
+    const Multivectors<A, 1> d = load<A>(d_out + at, plane);
+    const Multivectors<A, 1> P = weighted_product(left, right, weights);
+    const Gates<1> gates(left.blade[0], right.blade[0]);
+    GradientSums<A> sums = {};
+    if (layer.normed) sums = of_rows[row];
+    Pack<1> dg;
+    const Multivectors<A, 1> dP = gradient_of_product(P, gates.product(), d, sums, layer, dg);
+    store_gradients(left, right, dP, dg, gates, weights, dw, dx + at, dy + at, plane, place,
+                    inside);
+  }
+  if (!inside) return;
+  float* to = partials + static_cast<size_t>(strip) * A::kTriples * layer.features + feature;
+  unroll<0, A::kTriples>([&](auto t) {
+    *to = dw[t].v[0];
+    to += layer.features;
+  });
+}
+
+}  // namespace operators::clifford

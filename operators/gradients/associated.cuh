@@ -1,0 +1,312 @@
+// Lesson 8's *associated*, for compute capability 8.0 and newer: all products of a tile of vertices
+// by mma.sync and cp.async, forward and backward, for any V and W and E up to 256. What is launched
+// before and after is in small_products.cuh, how these are launched in portable.cuh.
+//
+// x, M1 and M2 stay on chip, and Gr and Gi stream through. Long rows are cut into boxes of 64
+// columns, each a tile of its own, swizzled. What E and W do not fill is zero.
+#pragma once
+
+#include "operators/gradients/gradients.h"
+#include "primitives/approximate.cuh"
+#include "primitives/async_copy.cuh"
+#include "primitives/fragments.cuh"
+#include "primitives/launch.h"
+
+namespace operators::gradients {
+
+using namespace primitives;
+using bf16 = __nv_bfloat16;
+
+inline constexpr int kBoxSide = 64, kBoxElements = kBoxSide * kBoxSide;
+__host__ __device__ constexpr int boxes_of(int64_t extent) {
+  return static_cast<int>(ceil_div(extent, kBoxSide));
+}
+
+// A warp's sums, WV x WN each.
+template <int WV, int WN>
+struct WarpGradients {
+  Sums<WV, WN> xr = {}, xi = {}, ar = {}, ai = {};
+};
+
+// xr += Gr x, xi += Gi x, ar += Gr M1 - Gi M2, ai += Gi M1 + Gr M2 for 64 of the inner dimension:
+// six products from two left factors. right_tiles: those of x, M1 and M2, 64 rows of kCols columns.
+template <int kCols, int WV, int WN>
+__device__ __forceinline__ void add_box(WarpGradients<WV, WN>& sums, const bf16* Gr_tile,
+                                        const bf16* Gi_tile, const bf16* right_tiles, int row,
+                                        int col) {
+  constexpr int kNext = kBoxSide * kCols;
+#pragma unroll
+  for (int k = 0; k < kBoxSide; k += 16) {
+    unsigned gr[WV / 16][4], gi[WV / 16][4], minus_gi[WV / 16][4], right[WN / 16][4];
+    load_left<kBoxSide>(gr, Gr_tile, row, k);
+    load_left<kBoxSide>(gi, Gi_tile, row, k);
+    negate(minus_gi, gi);
+    load_right<kCols>(right, right_tiles, k, col);  // x
+    add_product(sums.xr, gr, right);
+    add_product(sums.xi, gi, right);
+    load_right<kCols>(right, right_tiles + kNext, k, col);  // M1
+    add_product(sums.ar, gr, right);
+    add_product(sums.ai, gi, right);
+    load_right<kCols>(right, right_tiles + 2 * kNext, k, col);  // M2
+    add_product(sums.ar, minus_gi, right);
+    add_product(sums.ai, gr, right);
+  }
+}
+
+// Starts the copies of columns w0 to w0 + kCols - 1 of x, M1 and M2, box by box as add_box takes
+// them.
+template <int kCols, int kThreads>
+__device__ void copy_right_factors(bf16* to, const GradientsOperands& in, const bf16* M, int w0) {
+  for (int e = 0; e < in.E; e += kBoxSide) {
+    for (const bf16* from : {in.x, M, M + static_cast<size_t>(in.E) * in.W}) {
+      copy_swizzled<kBoxSide, kCols, kThreads>(to, from, e, w0, in.E, in.W);
+      to += kBoxSide * kCols;
+    }
+  }
+}
+
+// CopiesAhead for one stage: where nothing else fits, a block waits for each step.
+template <class Copy>
+class CopiesInTurn {
+ public:
+  __device__ explicit CopiesInTurn(const Copy& copy) : copy_(copy) {}
+  __device__ int next() {
+    __syncthreads();  // all have read the step before
+    copy_(step_);
+    copy_async_commit();
+    copy_async_wait<0>();
+    __syncthreads();
+    return step_++;
+  }
+
+ private:
+  const Copy& copy_;
+  int step_ = 0;
+};
+template <int kStages, class Copy>
+__device__ auto copies_by(const Copy& copy) {
+  if constexpr (kStages == 1) {
+    return CopiesInTurn<Copy>(copy);
+  } else {
+    return copies_ahead<kStages>(copy);
+  }
+}
+
+// What a block has forward: kColumns columns of x, M1 and M2, all E rows; kStageCount stages of 64
+// x 64 tiles of Gr and Gi. A warp has kRows x 32 results.
+template <int kColumns, int kRows, int kStageCount>
+struct PortableForward {
+  static constexpr int BV = kBoxSide, BN = kColumns, WV = kRows, kStages = kStageCount;
+  static constexpr int kThreads = 128;
+  static_assert(kThreads / 32 == BV / WV * (BN / 32));
+  static constexpr int64_t shared_bytes(int64_t E) {
+    return (3 * static_cast<int64_t>(boxes_of(E)) * kBoxSide * BN + kStages * 2 * kBoxElements +
+            kBoxSide * BN) *
+           sizeof(bf16);
+  }
+};
+
+// out = tanh(xr ar + xi ai). As many blocks as fit on the GPU stay, block (i, j) with columns BN i
+// and on of x, M1 and M2, and take tile after tile of 64 rows of Gr and Gi. Blocks of the same rows
+// run at the same time: so Gr and Gi come from memory once. One lane has all of an element, 128
+// registers of sums in wide tiles: nothing between the products and tanh leaves them.
+template <class Tiles>
+__global__ void __launch_bounds__(Tiles::kThreads, 2)
+    associated_features(GradientsOperands in, const bf16* M) {
+  constexpr int BN = Tiles::BN, WV = Tiles::WV, kStages = Tiles::kStages;
+  extern __shared__ __align__(128) bf16 tiles[];
+  const int warp = threadIdx.x / 32, boxes = boxes_of(in.E), w0 = blockIdx.x * BN;
+  const int row = warp / (BN / 32) * WV, col = warp % (BN / 32) * 32;
+  bf16* right_tiles = tiles;
+  bf16* stages = right_tiles + 3 * boxes * kBoxSide * BN;
+  bf16* staging = stages + kStages * 2 * kBoxElements + warp * WV * 32;
+  const int64_t tile_count = ceil_div(in.V, kBoxSide);
+  const auto stage_of = [&](int step) { return stages + step % kStages * 2 * kBoxElements; };
+  const auto copy_step = [&](int step) {
+    const int64_t tile = blockIdx.y + static_cast<int64_t>(step / boxes) * gridDim.y;
+    if (tile >= tile_count) return;
+    const int k0 = step % boxes * kBoxSide;
+    copy_swizzled<kBoxSide, kBoxSide, Tiles::kThreads>(stage_of(step), in.Gr, tile * kBoxSide, k0,
+                                                       in.V, in.E);
+    copy_swizzled<kBoxSide, kBoxSide, Tiles::kThreads>(stage_of(step) + kBoxElements, in.Gi,
+                                                       tile * kBoxSide, k0, in.V, in.E);
+  };
+
+  // These copies are in one group with those of step 0: the first next() waits for them, too.
+  copy_right_factors<BN, Tiles::kThreads>(right_tiles, in, M, w0);
+  auto ahead = copies_ahead<kStages>(copy_step);
+  for (int64_t tile = blockIdx.y; tile < tile_count; tile += gridDim.y) {
+    WarpGradients<WV, 32> sums;
+    for (int box = 0; box < boxes; ++box) {
+      const bf16* stage = stage_of(ahead.next());
+      add_box<BN>(sums, stage, stage + kBoxElements, right_tiles + 3 * box * kBoxSide * BN, row,
+                  col);
+    }
+    store_results<WV, 32>(staging, in.out, tile * kBoxSide + row, w0 + col, in.V, in.W,
+                          [&](int i, int j) {
+                            const float2 xr = pair_of(sums.xr, i, j), xi = pair_of(sums.xi, i, j);
+                            const float2 ar = pair_of(sums.ar, i, j), ai = pair_of(sums.ai, i, j);
+                            return pack2<bf16>(tanh_approximate(xr.x * ar.x + xi.x * ai.x),
+                                               tanh_approximate(xr.y * ar.y + xi.y * ai.y));
+                          });
+  }
+}
+
+// What a block has backward: kColumns columns of x, M1 and M2, which stay; stages of kVertices rows
+// of Gr, Gi and of these columns of dOut; and the products P, Q, R, S of one tile. The first warps
+// compute WV x WN of those each; every warp owns 32 x 32 of each of the three sums, so that the
+// block has kEigen rows of them.
+template <int kEigen, int kVertices, int kColumns, int kRowsOfWarp, int kColsOfWarp,
+          int kStageCount>
+struct PortableBackward {
+  static constexpr int BV = kVertices, BN = kColumns, WV = kRowsOfWarp, WN = kColsOfWarp;
+  static constexpr int kStages = kStageCount, kMaxE = kEigen;
+  static constexpr int kThreads = kMaxE / 32 * (BN / 32) * 32, kMakers = BV / WV * (BN / WN);
+  static constexpr int kBlocks = kThreads > 128 ? 1 : 2;  // on a multiprocessor
+  static_assert(kMakers <= kThreads / 32);
+  __host__ __device__ static constexpr int64_t stage(int64_t E) {  // elements
+    return BV * (2 * static_cast<int64_t>(boxes_of(E)) * kBoxSide + BN);
+  }
+  static constexpr int64_t shared_bytes(int64_t E) {
+    return (3 * static_cast<int64_t>(boxes_of(E)) * kBoxSide * BN + kStages * stage(E) +
+            4 * BV * BN) *
+           sizeof(bf16);
+  }
+};
+
+// 1 - tanh(u)^2, as 4 e / (1 + e)^2 with e = exp(-2 |u|): its relative error is small for all u.
+// 4 e is computed as a power of 2; a result below 2^-126 becomes 0.
+__device__ inline float slope_of_tanh(float u) {
+  constexpr float kLog2E = 1.44269504f;
+  const float four_e = exp2_approximate(2 - 2 * kLog2E * fabsf(u));
+  const float inverse = reciprocal_approximate(1 + four_e / 4);
+  return inverse * (four_e * inverse);
+}
+
+// P, Q, R and S from a warp's sums and dOut, rounded, to their tiles, which lie in this order.
+template <int BV, int BN, int WV, int WN>
+__device__ __forceinline__ void leave_products(bf16* products, const WarpGradients<WV, WN>& sums,
+                                               bf16* d_out_tile, int row, int col) {
+#pragma unroll
+  for (int i = 0; i < WV / 8; ++i) {
+#pragma unroll
+    for (int j = 0; j < WN / 8; ++j) {
+      const float2 factors[] = {pair_of(sums.xr, i, j), pair_of(sums.xi, i, j),
+                                pair_of(sums.ar, i, j), pair_of(sums.ai, i, j)};
+      const auto& [xr, xi, ar, ai] = factors;
+      float2 g = unpack2(*pair_in<BN>(d_out_tile, row, col, i, j));
+      g.x *= slope_of_tanh(xr.x * ar.x + xi.x * ai.x);
+      g.y *= slope_of_tanh(xr.y * ar.y + xi.y * ai.y);
+#pragma unroll
+      for (int which = 0; which < 4; ++which) {
+        *pair_in<BN>(products + which * BV * BN, row, col, i, j) =
+            pack2<bf16>(g.x * factors[which].x, g.y * factors[which].y);
+      }
+    }
+  }
+}
+
+// A warp's 32 x 32 of each sum over V.
+struct SumsOverVertices {
+  Sums<32, 32> dM1 = {}, dM2 = {}, D = {};
+};
+
+// sums += Gr^T [P | Q | R] and Gi^T [Q | -P | S] of BV vertices.
+template <int BV, int BN>
+__device__ __forceinline__ void add_vertices(SumsOverVertices& sums, const bf16* Gr_tile,
+                                             const bf16* Gi_tile, const bf16* products, int row,
+                                             int col) {
+  const auto load = [&](unsigned(&right)[2][4], int which, int k) {
+    load_right<BN>(right, products + which * BV * BN, k, col);
+  };
+#pragma unroll
+  for (int k = 0; k < BV; k += 16) {
+    unsigned gr[2][4], gi[2][4], minus_gi[2][4], right[2][4];
+    load_left_transposed<kBoxSide>(gr, Gr_tile, row, k);
+    load_left_transposed<kBoxSide>(gi, Gi_tile, row, k);
+    negate(minus_gi, gi);
+    load(right, 0, k);  // P
+    add_product(sums.dM1, gr, right);
+    add_product(sums.dM2, minus_gi, right);
+    load(right, 1, k);  // Q
+    add_product(sums.dM1, gi, right);
+    add_product(sums.dM2, gr, right);
+    load(right, 2, k);  // R
+    add_product(sums.D, gr, right);
+    load(right, 3, k);  // S
+    add_product(sums.D, gi, right);
+  }
+}
+
+// partials (slices, 3, E, W): dM1, dM2 and D, summed up over every gridDim.y-th tile of BV
+// vertices. The tiles of Gr and Gi that make P, Q, R and S are the left factors of the sums, too,
+// transposed on the way to registers: each is read from memory once and used for both, and P, Q, R
+// and S exist for one tile at a time, on chip.
+template <class Tiles>
+__global__ void __launch_bounds__(Tiles::kThreads, Tiles::kBlocks)
+    accumulate_backward(GradientsOperands in, const bf16* M, float* partials) {
+  constexpr int BV = Tiles::BV, BN = Tiles::BN, WV = Tiles::WV, WN = Tiles::WN;
+  constexpr int kStages = Tiles::kStages, kThreads = Tiles::kThreads;
+  extern __shared__ __align__(128) bf16 tiles[];
+  const int boxes = boxes_of(in.E), w0 = blockIdx.x * BN;
+  const int64_t tile_count = ceil_div(in.V, BV);
+  bf16* right_tiles = tiles;
+  bf16* stages = right_tiles + 3 * boxes * kBoxSide * BN;
+  bf16* products = stages + kStages * Tiles::stage(in.E);
+  struct Stage {
+    bf16 *Gr, *Gi, *d_out;  // Gr and Gi in boxes of 64 columns
+  };
+  const auto stage_of = [&](int step) {
+    bf16* Gr = stages + step % kStages * Tiles::stage(in.E);
+    bf16* Gi = Gr + boxes * kBoxSide * BV;
+    return Stage{Gr, Gi, Gi + boxes * kBoxSide * BV};
+  };
+  const auto copy_step = [&](int step) {
+    const int64_t tile = blockIdx.y + static_cast<int64_t>(step) * gridDim.y;
+    if (tile >= tile_count) return;
+    const Stage to = stage_of(step);
+    for (int box = 0; box < boxes; ++box) {
+      const int at = box * kBoxSide * BV, e = box * kBoxSide;
+      copy_swizzled<BV, kBoxSide, kThreads>(to.Gr + at, in.Gr, tile * BV, e, in.V, in.E);
+      copy_swizzled<BV, kBoxSide, kThreads>(to.Gi + at, in.Gi, tile * BV, e, in.V, in.E);
+    }
+    copy_swizzled<BV, BN, kThreads>(to.d_out, in.d_out, tile * BV, w0, in.V, in.W);
+  };
+
+  copy_right_factors<BN, kThreads>(right_tiles, in, M, w0);
+  auto copies = copies_by<kStages>(copy_step);
+  const int warp = threadIdx.x / 32;
+  const int row = warp / (BN / WN) * WV, col = warp % (BN / WN) * WN;  // in the tile
+  const int sum_row = warp / (BN / 32) * 32, sum_col = warp % (BN / 32) * 32;
+  SumsOverVertices sums;
+  for (int64_t tile = blockIdx.y; tile < tile_count; tile += gridDim.y) {
+    const Stage from = stage_of(copies.next());
+    if (Tiles::kMakers == kThreads / 32 || warp < Tiles::kMakers) {
+      WarpGradients<WV, WN> of_tile;
+      for (int box = 0; box < boxes; ++box) {
+        const int left = box * kBoxSide * BV;
+        add_box<BN>(of_tile, from.Gr + left, from.Gi + left, right_tiles + 3 * box * kBoxSide * BN,
+                    row, col);
+      }
+      leave_products<BV, BN>(products, of_tile, from.d_out, row, col);
+    }
+    __syncthreads();  // before the next tile's, next() has another one
+    if (sum_row < in.E) {
+      const int left = sum_row / kBoxSide * kBoxSide * BV;
+      add_vertices<BV, BN>(sums, from.Gr + left, from.Gi + left, products, sum_row % kBoxSide,
+                           sum_col);
+    }
+  }
+
+  const auto store = [&](const Sums<32, 32>& sum, int which) {
+    float* to = partials + (static_cast<size_t>(blockIdx.y) * 3 + which) * in.E * in.W;
+    for_pairs(sum, sum_row, w0 + sum_col, in.E, in.W, [&](int e, int w, float2 pair) {
+      *reinterpret_cast<float2*>(to + static_cast<size_t>(e) * in.W + w) = pair;
+    });
+  };
+  store(sums.dM1, 0);
+  store(sums.dM2, 1);
+  store(sums.D, 2);
+}
+
+}  // namespace operators::gradients

@@ -1,0 +1,123 @@
+// The gradient features of lesson 8 on compute capability 8.0 and newer: how their portable kernels
+// (associated.cuh) are launched. For the same shapes as Hopper's way (features.cuh).
+#pragma once
+
+#include <algorithm>
+#include <functional>
+#include <string>
+#include <vector>
+
+#include "operators/estimate.h"
+#include "operators/gradients/associated.cuh"
+#include "operators/gradients/small_products.cuh"
+
+namespace operators::gradients {
+
+/// A pass of a shape that is at least 1 x 8 x 8, with E and W multiples of 8. `operands` says, at
+/// each launch, where inputs and outputs are.
+template <Pass kPass>
+class PortableFeatures {
+ public:
+  PortableFeatures(const Workspace& workspace, std::function<GradientsOperands()> operands,
+                   GradientsShape shape)
+      : workspace_(workspace), operands_(std::move(operands)), shape_(shape) {
+    allow_small_products();
+    // The wide tiles are for GPUs with 163 KB a block. Of the last ones one stage fits where a
+    // block has 99 KB.
+    if constexpr (kPass == Pass::forward) {
+      using Wide = PortableForward<64, 32, 3>;
+      using Narrow = PortableForward<32, 16, 2>;
+      suits<Wide>() ? plan_forward<Wide>() : plan_forward<Narrow>();
+    } else {
+      using Wide = PortableBackward<128, 64, 64, 32, 16, 2>;
+      using Narrow = PortableBackward<128, 32, 32, 16, 16, 2>;
+      using Deep = PortableBackward<256, 32, 32, 16, 16, 2>;
+      using Single = PortableBackward<256, 32, 32, 16, 16, 1>;
+      if (shape.E > Narrow::kMaxE) {
+        fits<Deep>() ? plan_backward<Deep>() : plan_backward<Single>();
+      } else {
+        suits<Wide>() ? plan_backward<Wide>() : plan_backward<Narrow>();
+      }
+    }
+  }
+
+  /// One; or none, where E is too large.
+  const std::vector<Way>& ways() const { return ways_; }
+
+ private:
+  template <class Tiles>
+  bool fits() const {
+    return Tiles::shared_bytes(shape_.E) <= most_shared_bytes();
+  }
+  /// Whether wide tiles fit, and are enough for a block on each multiprocessor.
+  template <class Tiles>
+  bool suits() const {
+    const int64_t blocks =
+        int64_t{blocks_for(shape_.V, Tiles::BV)} * blocks_for(shape_.W, Tiles::BN);
+    return fits<Tiles>() && blocks >= multiprocessors();
+  }
+
+  /// Columns of blocks, and as many slices of V as fill the GPU.
+  template <class Tiles, typename Kernel>
+  dim3 grid_of(Kernel* kernel, int bytes) const {
+    allow_shared_bytes(kernel, bytes);
+    const int64_t columns = blocks_for(shape_.W, Tiles::BN);
+    const int64_t fit = resident_blocks(kernel, Tiles::kThreads, bytes) / columns;
+    const int64_t slices = std::clamp<int64_t>(fit, 1, blocks_for(shape_.V, Tiles::BV));
+    return dim3(static_cast<unsigned>(columns), static_cast<unsigned>(slices));
+  }
+
+  template <class Tiles>
+  void plan_forward() {
+    if (!fits<Tiles>()) return;
+    const int bytes = static_cast<int>(Tiles::shared_bytes(shape_.E));
+    const dim3 grid = grid_of<Tiles>(associated_features<Tiles>, bytes);
+    const auto M = workspace_.template any<bf16>(2 * shape_.coefficients());
+    add_way<Tiles>(
+        grid, 12, bytes, [=, shape = shape_, at = operands_, stream = workspace_.stream] {
+          const GradientsOperands in = at();
+          associate<<<small_blocks(shape.E, shape.W, 2), kSmallThreads, kSmallBytes, stream>>>(
+              in, M, dense(shape));
+          associated_features<Tiles><<<grid, Tiles::kThreads, bytes, stream>>>(in, M);
+        });
+  }
+
+  template <class Tiles>
+  void plan_backward() {
+    if (!fits<Tiles>() || shape_.E > Tiles::kMaxE) return;
+    const int bytes = static_cast<int>(Tiles::shared_bytes(shape_.E));
+    const dim3 grid = grid_of<Tiles>(accumulate_backward<Tiles>, bytes);
+    const int64_t count = shape_.coefficients();
+    const auto M = workspace_.template any<bf16>(2 * count);
+    const auto partials = workspace_.template any<float>(grid.y * 3 * count);
+    const auto dM = workspace_.template any<bf16>(2 * count);
+    const auto D = workspace_.template any<float>(count);
+    add_way<Tiles>(
+        grid, 24, bytes, [=, shape = shape_, at = operands_, stream = workspace_.stream] {
+          const GradientsOperands in = at();
+          associate<<<small_blocks(shape.E, shape.W, 2), kSmallThreads, kSmallBytes, stream>>>(
+              in, M, dense(shape));
+          accumulate_backward<Tiles><<<grid, Tiles::kThreads, bytes, stream>>>(in, M, partials);
+          launch_rest(stream, in, partials, static_cast<int>(grid.y), dM, D);
+        });
+  }
+
+  /// `operations`: of a vertex, a coefficient and a feature. The rate is half of Hopper's.
+  template <class Tiles, typename Launch>
+  void add_way(dim3 grid, int operations, int bytes, const Launch& launch) {
+    const double all = static_cast<double>(operations) * static_cast<double>(shape_.V) *
+                       static_cast<double>(shape_.coefficients());
+    ways_.push_back({"associated, by mma.sync: " + std::to_string(grid.x * grid.y) +
+                         " blocks of tiles of " + std::to_string(Tiles::BV) + " x " +
+                         std::to_string(Tiles::BN) + "; stages: " + std::to_string(Tiles::kStages),
+                     2 * kFirstLaunch + all / (2048 * cycles() * multiprocessors()), launch,
+                     std::max(bytes, kSmallBytes)});
+  }
+
+  Workspace workspace_;
+  std::function<GradientsOperands()> operands_;
+  GradientsShape shape_;
+  std::vector<Way> ways_;
+};
+
+}  // namespace operators::gradients

@@ -1,0 +1,222 @@
+// C = A B in fp16 or bf16 on compute capability 8.0 and newer, for any shape: which tiles of
+// mma_tiles.cuh suit it, and in how many slices of the depth.
+//
+// Where rows are not aligned to 16 bytes they are copied into rows that are, as for Hopper's
+// product (AlignedRows).
+#pragma once
+
+#include <algorithm>
+#include <climits>
+#include <cmath>
+#include <functional>
+#include <string>
+#include <utility>
+#include <vector>
+
+#include "operators/estimate.h"
+#include "operators/operands.h"
+#include "operators/product/mma_tiles.cuh"
+#include "operators/product/plan.cuh"
+#include "operators/product/shape.h"
+
+namespace operators::product {
+
+/// The epilogue that rounds and stores the sums.
+template <typename T>
+struct MmaStore {
+  MmaResults<T> results;
+
+  template <int kRows16, int kCols8>
+  __device__ __forceinline__ void operator()(const float (&sum)[kRows16][kCols8][4], T* staging,
+                                             int row, int col) const {
+    results.template store<16 * kRows16, 8 * kCols8>(staging, row, col, [&](int i, int j) {
+      const float2 pair = pair_of(sum, i, j);
+      return pack2<T>(pair.x, pair.y);
+    });
+  }
+};
+
+/// What a launch needs beside slices. `rows_to_copy` may have no blocks.
+template <typename T, int kFactors, class Epilogue>
+struct MmaLaunch {
+  RowCopies<T, 1 + kFactors> rows_to_copy;
+  MmaFactors<T, kFactors> factors;
+  Epilogue finish;
+};
+
+/// How a product is computed with some tile, and how long that should take.
+struct MmaPlan {
+  int64_t tiles;
+  int slices, steps;  ///< steps of a slice
+  double microseconds;
+};
+
+/// The ways to compute a product with some tiles. `cols` of the shape: of one right factor. make()
+/// returns the MmaLaunch, and is called for each launch; `copied`: bytes that it copies first.
+template <typename T, int kFactors, class Epilogue>
+class MmaWays {
+ public:
+  using Launch = MmaLaunch<T, kFactors, Epilogue>;
+
+  MmaWays(const Workspace& workspace, ProductShape shape, double copied,
+          std::function<Launch()> make)
+      : workspace_(workspace), shape_(shape), copied_(copied), make_(std::move(make)) {}
+
+  template <class... Tiles>
+  std::vector<Way> ways() {
+    (add<Tiles>(), ...);
+    keep_wanted();
+    int64_t quads = 0, tiles = 0;
+    for (const Found& found : found_) {
+      if (found.plan.slices == 1) continue;
+      quads = std::max(quads, found.plan.tiles * found.plan.slices * found.quads_of_tile);
+      tiles = std::max(tiles, found.plan.tiles);
+    }
+    Memory<float4> partial([]() -> float4* { return nullptr; }, 0);
+    Memory<unsigned> arrived([]() -> unsigned* { return nullptr; }, 0);
+    if (quads > 0) {
+      partial = workspace_.template any<float4>(static_cast<size_t>(quads));
+      arrived = workspace_.template zeros<unsigned>(static_cast<size_t>(tiles));
+    }
+    std::vector<Way> ways;
+    for (const Found& found : found_) {
+      ways.push_back({found.name, found.plan.microseconds,
+                      [launch = found.launch, plan = found.plan, partial, arrived] {
+                        const bool alone = plan.slices == 1;
+                        launch({plan.slices, plan.steps, alone ? nullptr : partial.data(),
+                                alone ? nullptr : arrived.data()});
+                      },
+                      found.shared_bytes});
+    }
+    return ways;
+  }
+
+ private:
+  struct Found {
+    std::string name;
+    MmaPlan plan;
+    int64_t quads_of_tile;
+    int shared_bytes;
+    std::function<void(const MmaSlices&)> launch;
+  };
+
+  template <class Tile>
+  void add() {
+    if (Tile::kSharedBytes > most_shared_bytes()) return;
+    const int64_t tiles =
+        int64_t{ceil_div(shape_.rows, Tile::BM)} * ceil_div(shape_.cols, Tile::BN / kFactors);
+    // A block counts the columns and rows up to the tile's end, and tiles of a group.
+    if (tiles > INT_MAX / 64) return;
+    const int steps = ceil_div(shape_.depth, Tile::BK);
+    add<Tile>({tiles, 1, steps, microseconds<Tile>(tiles, 1, steps)});
+    MmaPlan best = {tiles, 1, steps, INFINITY};
+    const int64_t most = std::min<int64_t>(
+        {kMostSlices, steps / kLeastStepsOfSlice, int64_t{4} * multiprocessors() / tiles});
+    for (int slices = 2; slices <= most; ++slices) {
+      const int of_slice = ceil_div(steps, slices), needed = ceil_div(steps, of_slice);
+      const double time = microseconds<Tile>(tiles, needed, of_slice);
+      if (needed > 1 && time < best.microseconds) best = {tiles, needed, of_slice, time};
+    }
+    if (best.slices > 1) add<Tile>(best);
+  }
+  template <class Tile>
+  void add(const MmaPlan& plan) {
+    const std::string name = "mma.sync; tile " + std::to_string(Tile::BM) + " x " +
+                             std::to_string(Tile::BN) + " x " + std::to_string(Tile::BK) +
+                             "; stages: " + std::to_string(Tile::kStages) +
+                             (plan.slices > 1 ? "; slices: " + std::to_string(plan.slices) : "") +
+                             (copied_ > 0 ? "; rows copied" : "");
+    found_.push_back(
+        {name, plan, int64_t{Tile::kQuads} * Tile::kThreads, Tile::kSharedBytes,
+         [make = make_, tiles = plan.tiles, stream = workspace_.stream](const MmaSlices& slices) {
+           const Launch of = make();
+           if (of.rows_to_copy.blocks().x > 0) {
+             align_rows<T, 1 + kFactors>
+                 <<<of.rows_to_copy.blocks(), kCopyThreads, 0, stream>>>(of.rows_to_copy);
+           }
+           const auto kernel = mma_product<Tile, T, kFactors, Epilogue>;
+           allow_shared_bytes(kernel, Tile::kSharedBytes);
+           mma_product<Tile, T, kFactors, Epilogue>
+               <<<static_cast<unsigned>(tiles * slices.count), Tile::kThreads, Tile::kSharedBytes,
+                  stream>>>(of.factors, slices, of.finish);
+         }});
+  }
+
+  /// Of all that were found those that the workspace's owner wants.
+  void keep_wanted() {
+    if (!workspace_.only.empty()) {
+      std::erase_if(found_, [&](const Found& each) { return each.name != workspace_.only; });
+    } else if (!workspace_.all_ways && !found_.empty()) {
+      found_ = {*std::min_element(found_.begin(), found_.end(), [](const Found& a, const Found& b) {
+        return a.plan.microseconds < b.plan.microseconds;
+      })};
+    }
+  }
+
+  /// Not fitted yet: counted from what lesson 3's kernels take on an H100. A multiprocessor with
+  /// all its blocks does so many multiply-adds in a cycle, fewer with smaller tiles of a warp; four
+  /// warps alone do two thirds of that. It gets 45 bytes a cycle from the L2 cache. The first data
+  /// and the results of a tile take some 2000 cycles.
+  template <class Tile>
+  double microseconds(int64_t tiles, int slices, int steps) const {
+    constexpr double kRate = Tile::WM * Tile::WN >= 64 * 64   ? 1050
+                             : Tile::WM * Tile::WN >= 64 * 32 ? 850
+                                                              : 600;
+    constexpr double kAlone = Tile::kThreads > 128 ? 1 : 1.5, kEnds = 2000;
+    const double sms = multiprocessors(), blocks = static_cast<double>(tiles) * slices;
+    const int at_once =
+        std::clamp((most_shared_bytes() + 1024) / (Tile::kSharedBytes + 1024), 1, Tile::kResident);
+    const double busy = std::max(1.0 * Tile::BM * Tile::BN * Tile::BK / kRate,
+                                 2.0 * (Tile::BM + Tile::BN) * Tile::BK / 45);
+    const double full = std::floor(blocks / (sms * at_once));
+    const double left = std::ceil((blocks - full * sms * at_once) / sms);
+    const double rounds =
+        full * at_once * busy + std::max(left * busy, left > 0 ? kAlone * busy : 0);
+    const double cycles_of_ends = kEnds * (full + (left > 0 ? 1 : 0));
+    const double bytes =
+        sizeof(T) * (1.0 * shape_.rows * shape_.depth +
+                     1.0 * kFactors * shape_.depth * shape_.cols + 1.0 * shape_.rows * shape_.cols);
+    double time = kFirstLaunch +
+                  std::max((steps * rounds + cycles_of_ends) / cycles(), bytes / memory_rate());
+    if (copied_ > 0) time += kNextLaunch + 2 * copied_ / memory_rate();
+    if (slices > 1) {
+      const double sums = 4.0 * Tile::BM * Tile::BN;
+      time += kNextLaunch + 1 + slices * sums / 60 / cycles() + blocks * sums / (2 * memory_rate());
+    }
+    return time;
+  }
+
+  static constexpr int kMostSlices = 64, kLeastStepsOfSlice = 4;
+  Workspace workspace_;
+  ProductShape shape_;
+  double copied_;
+  std::function<Launch()> make_;
+  std::vector<Found> found_;
+};
+
+/// The bytes of a matrix, if its rows are to be copied.
+template <typename T>
+double bytes_copied(const AlignedRows<T>& matrix) {
+  return matrix.copied ? 1.0 * sizeof(T) * matrix.rows * matrix.stride : 0;
+}
+
+/// The ways to compute C = A B. c_stride: 0 if C is dense.
+template <typename T>
+std::vector<Way> portable_half_ways(const Workspace& workspace, const AlignedRows<T>& A,
+                                    const AlignedRows<T>& B, const Memory<T>& C, int64_t c_stride,
+                                    ProductShape shape) {
+  using Launch = MmaLaunch<T, 1, MmaStore<T>>;
+  const auto make = [=] {
+    return Launch{{{A.job(), B.job()}},
+                  {A.data(), {B.data()}, A.stride, B.stride, shape.rows, shape.cols, shape.depth},
+                  {{C, c_stride != 0 ? c_stride : shape.cols, shape.rows, shape.cols}}};
+  };
+  // The first wants more shared memory than compute capability 8.6 has. Two blocks of the second,
+  // and of the third, fit on an 8.6.
+  return MmaWays<T, 1, MmaStore<T>>(workspace, shape, bytes_copied(A) + bytes_copied(B), make)
+      .template ways<MmaTile<256, 128, 64, 4, 2, 3, 1>, MmaTile<128, 256, 32, 2, 4, 4, 1>,
+                     MmaTile<128, 128, 64, 2, 2, 3, 2>, MmaTile<128, 128, 32, 2, 2, 3, 2>,
+                     MmaTile<128, 64, 32, 2, 2, 4, 3>, MmaTile<64, 64, 64, 2, 2, 3, 4>>();
+}
+
+}  // namespace operators::product
