@@ -29,7 +29,7 @@ from host_and_device import HostAndDevice
 from two_passes import Passes
 from two_versions import two_versions
 from unasked import with_unasked
-from units import runs_kernels, text_of, units
+from units import made_of, ready, runs_kernels, text_of, units
 
 ROOT = Path(__file__).resolve().parents[1]
 CACHE = ROOT / "build" / "try"
@@ -66,7 +66,7 @@ BUILDS = {
 }
 RUNS_THREADS = ("cuda_cpu.cpp", "fences.cpp", "hopper.cpp", "counting.cpp", "ledger.cpp", "tsan_identities.cpp")
 PRINTS = ("printf", "__printf_chk", "puts", "putchar")  # what cpu/watch/repeats.cpp has to know of
-HEAP = ("malloc", "free", "_Znwm", "_Znam", "_ZdlPv", "_ZdaPv", "_ZdlPvm", "_ZdaPvm")  # and cpu/runtime/device_heap.cpp
+HEAP = ("malloc", "free", "_Znwm", "_Znam", "_ZdlPv", "_ZdaPv", "_ZdlPvm", "_ZdaPvm")  # and cpu/c/heap.cpp
 IDENTITIES = identities.link_flags(CXX)  # of the thread sanitizer
 # Where the program asks for memory. What the backend itself asks for while a kernel runs is nobody's heap.
 _HEAP = re.compile(rf"^(\s+(?:call|jmp)\s+)({'|'.join(HEAP)})(?=(?:@PLT)?$)", re.MULTILINE)
@@ -445,8 +445,7 @@ def compiler(arguments, cwd=None):
 def backend(build, lock=threading.Lock()):
     """The folder with the backend's objects, as an archive, and its headers for this build: made once."""
     sources = sorted(ROOT.glob("cpu/*/*.cpp"))
-    headers = sorted([*ROOT.glob("cpu/*/*.h"), *ROOT.glob("cpu/*/*/*.h"), *ROOT.glob("cpu/include/cuda/*")])
-    key = digest(*(file.read_text() for file in [*sources, *headers, ROOT / "cpu/units.py"]), BUILDS[build], FLAGS, IDENTITIES, __file__)
+    key = digest(*(file.read_text() for file in made_of(ROOT)), BUILDS[build], FLAGS, IDENTITIES, __file__)
     folder = CACHE / f"backend{'-' + build if build else ''}-{key}"
     if (folder / "done").exists():
         return folder
@@ -488,6 +487,9 @@ def build_backend(build, sources, folder):
     (work / "prelude.h").write_text(f'#include "{ROOT}/cpu/foreign/prelude.h"\n')
     (work / "prelude.h.gch").mkdir()
     joined = units(sources, runs_threads)
+    for name, made in ({} if build else ready(ROOT, joined)).items():
+        shutil.copy(made, work / f"{name.replace('/', '_')}.o")
+        del joined[name]
     with ThreadPoolExecutor(os.cpu_count()) as pool:
         # What takes longest comes first.
         running = [pool.submit(one, name, joined[name]) for name in sorted(

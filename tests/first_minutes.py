@@ -8,12 +8,14 @@
     tests/first_minutes.py --record    the same, and writes that file
 
 install.sh should have run once before, so that nothing is downloaded. Beside each command stand the minutes that it
-should take on two cores. Processor time is given in units, too: one unit is what this machine takes to compile a fixed
-source on all of its cores at once, so that machines can be compared. The slowest compilations and tests come last.
+should take on two cores. With --here processor time is given in units, too: one unit is what a fixed source takes to
+compile, in the mean of many times while the command runs, so that machines can be compared, and hours of one machine
+on which others work. The slowest compilations and tests come last.
 What the commands print goes to FOLDER/first_minutes.log, with --here to the terminal.
 """
 
 import argparse
+from contextlib import contextmanager, nullcontext
 import json
 import os
 from pathlib import Path
@@ -23,6 +25,7 @@ import shutil
 import subprocess
 import sys
 import tempfile
+import threading
 import time
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -46,10 +49,11 @@ CHANGES = [
     ("the tests of that lesson", "/usr/bin/env python3 -m pytest -q tests/lessons/test_lessons.py -k {lesson}", 1),
 ]
 HERE = [("first", "scons --debug=time"), ("second", "scons --debug=time test")]
-FIXED = "\n".join(f"#include <{name}>" for name in ("algorithm", "functional", "map", "random", "regex", "string")) + """
-bool f(const std::string& text) { return std::regex_match(text, std::regex("a+b*|c?")); }
-std::map<std::string, std::function<double(std::mt19937&)>> all = {{"a", std::normal_distribution<double>(0, 1)}};
+FIXED = "\n".join(f"#include <{name}>" for name in ("map", "string")) + """
+std::map<std::string, int> all = {{"a", 1}};
+int f(const std::string& text) { return ++all[text]; }
 """
+EVERY = 20  # seconds
 
 
 def processor_seconds():
@@ -59,33 +63,55 @@ def processor_seconds():
 
 
 def unit():
-    """Seconds of one core for the fixed source, while every core compiles it; the median of three."""
-    seconds = []
-    for _ in range(3):
-        before = processor_seconds()
-        running = [subprocess.Popen(["g++", "-std=c++20", "-O1", "-c", "-x", "c++", "-", "-o", os.devnull],
-                                    stdin=subprocess.PIPE) for _ in range(os.cpu_count())]
-        for each in running:
-            each.stdin.write(FIXED.encode())
-            each.stdin.close()
-        if any([each.wait() for each in running]):
-            sys.exit("error: g++ does not compile")
-        seconds.append((processor_seconds() - before) / len(running))
-    return sorted(seconds)[1]
+    """Seconds of one core for the fixed source."""
+    command = ["g++", "-std=c++20", "-O1", "-c", "-x", "c++", "-", "-o", os.devnull]
+    process = subprocess.Popen(command, stdin=subprocess.PIPE)
+    process.stdin.write(FIXED.encode())
+    process.stdin.close()
+    _, status, used = os.wait4(process.pid, 0)
+    process.returncode = os.waitstatus_to_exitcode(status)
+    if process.returncode:
+        sys.exit("error: g++ does not compile")
+    return used.ru_utime + used.ru_stime
 
 
-def run(command, folder, log):
-    """(exit code, seconds, seconds of the processor) of a command, whose output goes to the log."""
+@contextmanager
+def sampled():
+    """The list of the units that are measured meanwhile: what else runs on the machine makes both them and the command
+    slower."""
+    units, ended = [], threading.Event()
+
+    def sample():
+        while not ended.wait(EVERY):
+            units.append(unit())
+
+    thread = threading.Thread(target=sample)
+    thread.start()
+    try:
+        yield units
+    finally:
+        ended.set()
+        thread.join()
+
+
+def run(command, folder, log, sampling=False):
+    """(exit code, seconds, seconds of the processor, the unit) of a command, whose output goes to the log. The unit is
+    0 where nobody wants samples: they take some 2 % of two cores."""
     start, before = time.monotonic(), processor_seconds()
     print(f"$ {command}", file=log, flush=True)
     environment = {**os.environ, "PYTEST_ADDOPTS": "--durations=10 --durations-min=1"}
-    with subprocess.Popen(command, shell=True, cwd=folder, env=environment, stdout=subprocess.PIPE,
-                          stderr=subprocess.STDOUT, text=True) as process:
-        for line in process.stdout:
-            if not line.startswith(("scons: *** [test]", "Command execution time", "SConscript:")):
-                print(line, end="", file=log, flush=True)
-            slowest(line)
-    return process.returncode, time.monotonic() - start, processor_seconds() - before
+    with (sampled() if sampling else nullcontext([])) as units:
+        with subprocess.Popen(command, shell=True, cwd=folder, env=environment, stdout=subprocess.PIPE,
+                              stderr=subprocess.STDOUT, text=True) as process:
+            for line in process.stdout:
+                if not line.startswith(("scons: *** [test]", "Command execution time", "SConscript:")):
+                    print(line, end="", file=log, flush=True)
+                slowest(line)
+        seconds = time.monotonic() - start
+    processor = processor_seconds() - before - sum(units)
+    if sampling and not units:
+        units.append(unit())
+    return process.returncode, seconds, processor, sum(units) / len(units) if units else 0
 
 
 COMPILED, TESTED = {}, {}
@@ -120,7 +146,7 @@ def in_clones(folder):
         clone = Path(place) / "clone"
 
         def show(what, command, minutes):
-            code, seconds, processor = run(command, clone, log)
+            code, seconds, processor, _ = run(command, clone, log)
             if code:
                 sys.exit(f"error: {command} ended with {code}, see {log.name}")
             print(f"{seconds:7.1f} s of {60 * minutes:3.0f}, processor {processor:6.1f} s  {what}: {command}", flush=True)
@@ -138,18 +164,16 @@ def in_clones(folder):
 
 def here(record):
     """0 if both commands succeed, in no more processor time than recorded."""
-    units = [unit()]
     said = json.loads(RECORD.read_text()) if RECORD.exists() else {}
     found, lines, failed = {}, [], False
     for name, command in HERE:
-        code, seconds, processor = run(command, ROOT, sys.stdout)
+        code, seconds, processor, one = run(command, ROOT, sys.stdout, sampling=True)
         if code:
             return code
-        units.append(unit())
-        found[name] = round(processor / max(units), 1)
+        found[name] = round(processor / one, 1)
         most = GROWTH * said.get(name, float("inf"))
         failed |= found[name] > most
-        lines.append(f"{command}: {seconds:.0f} s, processor {processor:.0f} s, {found[name]} units"
+        lines.append(f"{command}: {seconds:.0f} s, processor {processor:.0f} s, {found[name]} units of {one:.2f} s"
                      + (f", {'MORE than' if found[name] > most else 'at most'} {most:.1f}" if name in said else ""))
     show_slowest()
     print("\n" + "\n".join(lines), flush=True)

@@ -23,11 +23,8 @@ namespace cuda_cpu {
 /// in by the first switch away from it. A fiber stays on the OS thread that created it.
 class Fiber {
  public:
-#if defined(CUDA_CPU_STACK)  // of programs that others have written, in KB
-  static constexpr std::size_t kStackSize = CUDA_CPU_STACK * std::size_t{1024};
-#else
-  static constexpr std::size_t kStackSize = (kSanitized ? 256 : 64) * std::size_t{1024};
-#endif
+  /// Of a stack, in bytes: cpu/c/stack.cpp.
+  static const std::size_t kStackSize;
 
   /// The OS thread that runs the constructor.
   Fiber();

@@ -3,6 +3,7 @@
 
 #pragma once
 
+#include <cstddef>
 #include <cstdint>
 
 namespace cuda_cpu {
@@ -11,5 +12,10 @@ namespace cuda_cpu {
 bool device_heap_used();
 /// Whether the address is in memory that a kernel has asked for, and nobody has given back.
 bool in_device_heap(std::uintptr_t address);
+
+/// What cpu/c/heap.cpp calls for memory that was asked for, and before it is given back. Both
+/// return `memory`.
+void* noted(void* memory, std::size_t size);
+void* forgotten(void* memory);
 
 }  // namespace cuda_cpu

@@ -23,6 +23,7 @@ GPU_CASES = re.findall(r"^CASE\((\w+)\)", HOPPER.split("#ifdef CUDA_CPU")[0], re
 
 sys.path.insert(0, str(ROOT / "cpu"))
 from cu2cpp import TranslationError, translate  # noqa: E402
+import units  # noqa: E402
 
 
 def sanitized(sanitizer, name, *arguments):
@@ -343,3 +344,32 @@ def test_command_line(tmp_path):
     command = [sys.executable, script, source, target]
     failed = subprocess.run(command, capture_output=True, text=True)
     assert failed.returncode == 1 and failed.stderr.startswith(f"error: {source}:1: ")
+
+
+# ---- What ./try takes of the lessons' build --------------------------------------------------------
+
+
+@pytest.mark.parametrize("changed, taken", [
+    (None, True), ("cpu/runtime/a.cpp", False), ("cpu/runtime/a.h", False), ("build/cpu/obj/cpu/runtime/all.o", False),
+    (units.STATE, False)])
+def test_objects_are_taken_while_nothing_has_changed(tmp_path, changed, taken):
+    names = ["c/names", "runtime/all"]
+    objects = ["build/cpu/obj/cpu/runtime/all.o"]
+    for file in ["cpu/units.py", "cpu/c/names.cpp", "cpu/runtime/a.cpp", "cpu/runtime/a.h", *objects]:
+        (tmp_path / file).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / file).write_text(file)
+    assert units.ready(tmp_path, names) == {}
+    (tmp_path / units.STATE).write_text(units.state_of(tmp_path, objects))
+    if changed:
+        (tmp_path / changed).write_text("changed")
+    assert units.ready(tmp_path, names) == ({"runtime/all": tmp_path / objects[0]} if taken else {})
+
+
+def test_the_lessons_build_says_what_it_was_made_of():
+    """Without this the test above would not notice that scons and ./try name other objects."""
+    state = ROOT / units.STATE
+    if not state.exists() or any(file.stat().st_mtime > state.stat().st_mtime for file in units.made_of(ROOT)):
+        pytest.skip("scons has not built the lessons here, as they are now")
+    names = units.units(sorted(ROOT.glob("cpu/*/*.cpp")), lambda source: False)
+    ready = units.ready(ROOT, names)
+    assert set(ready) == {name for name in names if not name.startswith(f"{units.APART}/")}

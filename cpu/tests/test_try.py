@@ -2,7 +2,6 @@
 
 import ctypes
 import json
-import os
 import platform
 import re
 import shutil
@@ -15,7 +14,8 @@ import pytest
 sys.path += [str(ROOT / folder) for folder in ("cpu", "cpu/watch", "exercises")]
 from own_program import CCCL_TRIED, cccl_version, installed_toolkits  # noqa: E402
 
-TRY = ROOT / "try"
+# In the Python of these tests: what `python3` names may be a script that looks for one.
+TRY = [sys.executable, ROOT / "try"]
 
 
 @pytest.fixture
@@ -26,7 +26,7 @@ def tried(tmp_path):
         (tmp_path / name).write_text(source)
         for file, text in files.items():
             (tmp_path / file.replace("_h", ".h").replace("_cu", ".cu")).write_text(text)
-        return execute([TRY, tmp_path / name, *options, *arguments], timeout=300, cwd=tmp_path)
+        return execute([*TRY, tmp_path / name, *options, *arguments], timeout=300, cwd=tmp_path)
 
     return run
 
@@ -44,8 +44,14 @@ int main() {{
 """
 
 
+def kept(tmp_path_factory, name, text):
+    """A program in a folder of its own: it is built once, and its argument chooses what it does."""
+    path = tmp_path_factory.mktemp(name) / f"{name}.cu"
+    path.write_text(text)
+    return path
+
+
 WRITE = "__global__ void f(float* x) { x[threadIdx.x] = 1; }"
-G = WRITE.replace("f(", "g(")
 SHARED = """__global__ void f(float* x) {
   %s
   s[threadIdx.x %s] = 2;
@@ -119,14 +125,48 @@ def mistaken(tmp_path_factory):
 def test_mistakes(mistaken, name):
     path, lines = mistaken
     number = list(MISTAKES).index(name)
-    result = execute([TRY, path, "--quick", "--", number], timeout=300)
+    result = execute([*TRY, path, "--quick", "--", number], timeout=300)
     said = re.sub(r"@(\d)", lambda match: str(lines[number] + int(match[1])), MISTAKES[name][2])
     assert re.search(said, result.stdout), result.stdout + result.stderr
     assert result.rc == 1
 
 
-def test_right_program(tried):
-    result = tried(program(WRITE, "f<<<2, 32>>>(d); f<<<2, 32>>>(d)"))
+# What many tests ask of one program, which is built once: its first word chooses.
+CHOICES = """#include <csignal>
+__global__ void f(float* x) { x[threadIdx.x] = 1; }
+__global__ void g(float* x) { x[threadIdx.x] = 1; }
+__global__ void endless(float* x) { for (int i = 0; i >= 0; i = (i + 1) % 9) x[i] += 1; }
+float host[9999];
+int main(int count, char** words) {
+  const int word = atoi(words[1]);
+  if (word < 0) raise(-word);
+  float *d, sum = 0;
+  cudaMalloc(&d, 400);
+  switch (word) {
+    case 0: f<<<2, 32>>>(d); f<<<2, 32>>>(d); break;
+    case 1: for (float each : host) sum += each; f<<<1, 32>>>(d); sum += d[1]; return sum > 0;
+    case 2: g<<<1, 32>>>(d);
+    case 3: endless<<<1, 1>>>(d); break;
+    case 4: f<<<1, 2048>>>(d); f<<<1, 2048>>>(d); f<<<1, 128>>>(d); f<<<1, 32>>>(d); break;
+    case 5: f<<<1, 32>>>(d); cudaDeviceSynchronize(); assert(d == nullptr); break;
+    case 6: return 0;
+    case 7: puts(words[2]); cudaFree(d); return count + VALUE;
+  }
+  cudaDeviceSynchronize();
+  cudaFree(d);
+}
+"""
+
+
+@pytest.fixture(scope="module")
+def chosen(tmp_path_factory):
+    """chosen(word, ...): what ./try says of this program."""
+    path = kept(tmp_path_factory, "choices", CHOICES)
+    return lambda *words, options=(): execute([*TRY, path, "--quick", "-D", "VALUE=5", *options, "--", *words], timeout=300)
+
+
+def test_right_program(chosen):
+    result = chosen(0)
     assert result.rc == 0, result.stdout
     row = re.search(r"^f +2 +32 +2 +0 +0 +4 +16 +0 +0 +0 ", result.stdout, re.MULTILINE)
     assert row, result.stdout
@@ -144,11 +184,9 @@ def test_a_kernel_that_takes_long(tried, monkeypatch):
     assert row, result.stdout
 
 
-def test_host_reads_late(tried):
+def test_host_reads_late(chosen):
     """The host has read the same page before there was device memory in it, and others since."""
-    source = program(WRITE, "double sum = 0; for (int i = 0; i < 9999; ++i) sum += host[i]; f<<<1, 32>>>(d);"
-                     " sum += d[1]; return sum > 0")
-    result = tried(source.replace("int main() {", "float host[9999];\nint main() {"))
+    result = chosen(1)
     assert "the host reads device memory" in result.stdout and result.rc == 1, result.stdout
 
 
@@ -381,47 +419,44 @@ def test_a_launch_that_finds_what_an_earlier_one_found_is_not_run(tried, monkeyp
     assert result.rc == 0, result.stdout
 
 
-def test_time_and_refusals(tried):
+def test_time_and_refusals(chosen):
     """A loop without an end ends with the second that it was given, and the kernels before it are shown. Launches
     refused alike are one sentence, and none is said of those behind a kernel that failed."""
-    endless = program("__global__ void f(float* x) { for (int i = 0; i >= 0; i = (i + 1) % 9) x[i] += 1; }", "f<<<1, 1>>>(d)")
-    result = tried(endless, options=("--quick", "--seconds", "1"))
-    assert "It did not end within 1 seconds: kernel f" in result.stdout, result.stdout
-    before = endless.replace("f<<<1, 1>>>", "g<<<1, 32>>>(d); f<<<1, 1>>>").replace("int main", f"{G}\nint main")
-    result = tried(before, options=("--quick", "--seconds", "2"))
+    result = chosen(3, options=("--seconds", "1"))
+    assert "It did not end within 1 seconds: kernel endless" in result.stdout, result.stdout
+    result = chosen(2, options=("--seconds", "2"))
     assert re.search(r"^g +1 +32 +1 +0 +0 +1 +4 ", result.stdout, re.MULTILINE), result.stdout
-    assert "It did not end within 2 seconds: kernel f" in result.stdout, result.stdout
-    assert "No kernel" not in result.stdout and not re.search("^f  ", result.stdout, re.MULTILINE), result.stdout
-    twice = program(WRITE, "f<<<1, 2048>>>(d); f<<<1, 2048>>>(d); f<<<1, 128>>>(d); f<<<1, 32>>>(d)")
-    result = tried(twice)
+    assert "It did not end within 2 seconds: kernel endless" in result.stdout, result.stdout
+    assert "No kernel" not in result.stdout and not re.search("^endless  ", result.stdout, re.MULTILINE), result.stdout
+    result = chosen(4)
     assert result.stdout.count("A launch failed") == 1 and "A launch failed (2 times)" in result.stdout, result.stdout
 
 
-def test_an_assertion_of_the_host(tried):
+def test_an_assertion_of_the_host(chosen):
     """It ends the program, and what its kernels have asked for is said all the same."""
-    result = tried(program(WRITE, "f<<<1, 32>>>(d); cudaDeviceSynchronize(); assert(d == nullptr)"))
+    result = chosen(5)
     assert "ended itself (abort())" in result.stdout and result.rc == 1, result.stdout
     assert re.search(r"^f +1 +32 +1 +0 +0 +1 +4 ", result.stdout, re.MULTILINE), result.stdout
 
 
-def test_ended_by_a_signal(tried):
+@pytest.mark.parametrize("number, said", [
+    (9, "was killed (SIGKILL), which is no crash"), (15, "was ended by the signal SIGTERM"),
+    (11, "crashed: some thread reaches far outside"), (8, "the host divides an integer by zero")])
+def test_ended_by_a_signal(chosen, number, said):
     """Not every signal is a crash."""
-    source = "#include <csignal>\nint main(int, char** words) { raise(atoi(words[1])); }"
-    for number, said in ((9, "was killed (SIGKILL), which is no crash"), (15, "was ended by the signal SIGTERM"),
-                         (11, "crashed: some thread reaches far outside"), (8, "the host divides an integer by zero")):
-        result = tried(source, "--", number)
-        assert said in result.stdout and result.rc == 1, result.stdout
+    result = chosen(-number)
+    assert said in result.stdout and result.rc == 1, result.stdout
 
 
-def test_never_freed(tried):
-    result = tried("int main() {\n  float* d;\n  cudaMalloc(&d, 400);\n}\n")
-    assert "Never freed: 1 allocation of device memory, 400 bytes, asked for at program.cu:3." in result.stdout
+def test_never_freed(chosen):
+    line = CHOICES[:CHOICES.index("cudaMalloc(")].count("\n") + 1
+    said = f"Never freed: 1 allocation of device memory, 400 bytes, asked for at choices.cu:{line}."
+    assert said in chosen(6).stdout
 
 
-def test_arguments_and_exit_code(tried):
-    source = "int main(int count, char** words) { puts(words[1]); return count + VALUE; }"
-    result = tried(source, "-D", "VALUE=5", "--", "hello there")
-    assert "hello there" in result.stdout and "exit code 7" in result.stdout
+def test_arguments_and_exit_code(chosen):
+    result = chosen(7, "hello there")
+    assert "hello there" in result.stdout and "exit code 8" in result.stdout
     assert result.rc == 1
 
 
@@ -745,9 +780,9 @@ def test_standard_input(tmp_path):
     given.write_text("left out\none\ntwo\n")
     with open(given, "rb") as file:
         file.seek(len("left out\n"))
-        result = subprocess.run([TRY, path, "--quick"], stdin=file, capture_output=True, text=True, timeout=300)
+        result = subprocess.run([*TRY, path, "--quick"], stdin=file, capture_output=True, text=True, timeout=300)
     assert "read one+two+\n" in result.stdout, result.stdout + result.stderr
-    result = subprocess.run([TRY, path, "--quick"], input="three\n", capture_output=True, text=True, timeout=300)
+    result = subprocess.run([*TRY, path, "--quick"], input="three\n", capture_output=True, text=True, timeout=300)
     assert "read three+\n" in result.stdout and result.returncode == 0, result.stdout + result.stderr
 
 
@@ -756,7 +791,7 @@ def test_a_sanitizer_reads_the_same(tmp_path):
     path = tmp_path / "program.cu"
     path.write_text(READS)
     for text, said in (("race\n", "A race: "), ("right\n", "No race: ")):
-        result = subprocess.run([TRY, path, "--race"], input=text, capture_output=True, text=True, timeout=300)
+        result = subprocess.run([*TRY, path, "--race"], input=text, capture_output=True, text=True, timeout=300)
         assert said in result.stdout, result.stdout + result.stderr
 
 
@@ -793,7 +828,7 @@ __global__ void second(float* x) {
 def test_a_race_is_quoted_from_its_file(tmp_path):
     for name, text in RACES_OF_FILES.items():
         (tmp_path / name).write_text(text)
-    command = [TRY, tmp_path / "program.cu", tmp_path / "other.cu", "--race"]
+    command = [*TRY, tmp_path / "program.cu", tmp_path / "other.cu", "--race"]
     result = execute(command, timeout=300)
     assert "in line 3 of own.h: s[threadIdx.x] = 1;" in result.stdout, result.stdout + result.stderr
     assert "in line 6: x[threadIdx.x] = s[63 - threadIdx.x];" in result.stdout, result.stdout
@@ -1742,7 +1777,7 @@ def scales(tmp_path_factory):
 
 
 def test_a_file_without_main(scales):
-    result = execute([TRY, scales, "--quick"], timeout=300)
+    result = execute([*TRY, scales, "--quick"], timeout=300)
     assert result.stdout.count(": right") == 9 and result.rc == 0, result.stdout + result.stderr
     assert re.search("^n = 1000, scale: right$", result.stdout, re.MULTILINE)
 
@@ -1752,7 +1787,7 @@ def test_a_file_without_main(scales):
     (999, "n = 999, scale: wrong: element 768 is .*nan.* 231 of 999 .*; 231 were never written"),
 ])
 def test_a_wrong_result_of_a_file_without_main(scales, n, said):
-    result = execute([TRY, scales, "--quick", "--", n], timeout=300)
+    result = execute([*TRY, scales, "--quick", "--", n], timeout=300)
     assert re.search(said, result.stdout) and result.rc == 1, result.stdout + result.stderr
 
 
@@ -1850,7 +1885,7 @@ def test_refusals(tried, source):
 @pytest.mark.parametrize("words, said", [(["nosuch.cu"], "There is no file nosuch.cu"), ([str(ROOT)], "It is a folder"),
                                          ([str(ROOT / "README.md")], "no source of a CUDA program")])
 def test_bad_command_lines(words, said):
-    result = execute([TRY, *words])
+    result = execute([*TRY, *words])
     assert result.rc == 2 and said in result.stderr
 
 
@@ -1883,13 +1918,6 @@ def test_races_and_stray_accesses(tried):
 
 
 # ---- Calls that fail, streams, fences, several devices -----------------------------------------------
-
-
-def kept(tmp_path_factory, name, text):
-    """A program in a folder of its own: it is built once, and its argument chooses what it does."""
-    path = tmp_path_factory.mktemp(name) / f"{name}.cu"
-    path.write_text(text)
-    return path
 
 
 ASKS = """#include <cstdio>
@@ -1957,7 +1985,7 @@ def asks(tmp_path_factory):
 ]))
 def test_calls_that_fail_and_waits_for_others(asks, number, said):
     """What is thrown away although it failed is mentioned; and who waits for the host is in no deadlock."""
-    result = execute([TRY, asks, "--quick", "--", number], timeout=300)
+    result = execute([*TRY, asks, "--quick", "--", number], timeout=300)
     assert result.rc == 1
     assert re.search(said, result.stdout), result.stdout + result.stderr
     assert "A deadlock" not in result.stdout
@@ -1965,7 +1993,7 @@ def test_calls_that_fail_and_waits_for_others(asks, number, said):
 
 def test_calls_that_may_fail(asks):
     """A call whose result is looked at, or cast to void, and one that only asks."""
-    result = execute([TRY, asks, "--quick", "--", 99], timeout=300)
+    result = execute([*TRY, asks, "--quick", "--", 99], timeout=300)
     assert result.rc == 0, result.stdout
     assert "A call failed" not in result.stdout
 
@@ -2092,7 +2120,7 @@ def streams(tmp_path_factory):
     BETWEEN, BETWEEN, OF_HOST, OF_HOST, BETWEEN, OF_HOST, OF_HOST, BETWEEN, BETWEEN, BETWEEN]))
 @pytest.mark.extensive
 def test_streams_that_nothing_orders(streams, number, words):
-    result = execute([TRY, streams, "--race", "--", number], timeout=300)
+    result = execute([*TRY, streams, "--race", "--", number], timeout=300)
     assert result.rc == 1
     assert "A race: the same memory is used twice" in result.stdout, result.stdout + result.stderr
     assert words in result.stdout, result.stdout
@@ -2100,7 +2128,7 @@ def test_streams_that_nothing_orders(streams, number, words):
 
 @pytest.mark.extensive
 def test_streams_in_order(streams):
-    result = execute([TRY, streams, "--race", "--", 99], timeout=300)
+    result = execute([*TRY, streams, "--race", "--", 99], timeout=300)
     assert result.rc == 0, result.stdout + result.stderr
     assert re.search("No race: .*\n    Not looked at: the order of the nodes of a graph", result.stdout), result.stdout
 
@@ -2221,14 +2249,14 @@ def fences(tmp_path_factory):
 @pytest.mark.extensive
 def test_fences_that_are_missing(fences, number):
     """No fence, one of a block in place of the device's, one on one side only, a scope that is too small."""
-    result = execute([TRY, fences, "--race", "--", number], timeout=300)
+    result = execute([*TRY, fences, "--race", "--", number], timeout=300)
     assert result.rc == 1
     assert "A race: the same memory is used twice" in result.stdout, result.stdout + result.stderr
 
 
 @pytest.mark.extensive
 def test_fences_that_are_there(fences):
-    result = execute([TRY, fences, "--race", "--", 99], timeout=300)
+    result = execute([*TRY, fences, "--race", "--", 99], timeout=300)
     assert result.rc == 0, result.stdout + result.stderr
     assert "No race" in result.stdout
 
@@ -2303,10 +2331,12 @@ int main() {
     assert "crashed" not in result.stdout and result.rc == 0
 
 
-def test_nothing_is_left_in_the_repository(tried):
+def test_nothing_is_left_in_the_repository(tmp_path):
+    """And ./try runs by itself, as a reader runs it."""
     if not shutil.which("git"):
         pytest.skip("there is no git")
+    (tmp_path / "program.cu").write_text(program(WRITE, "f<<<1, 32>>>(d)"))
     before = execute(["git", "status", "--porcelain"], cwd=ROOT).stdout
-    tried(program(WRITE, "f<<<1, 32>>>(d)"))
+    result = execute([ROOT / "try", tmp_path / "program.cu", "--quick"], timeout=300)
+    assert result.rc == 0, result.stdout + result.stderr
     assert execute(["git", "status", "--porcelain"], cwd=ROOT).stdout == before
-    assert os.access(TRY, os.X_OK)

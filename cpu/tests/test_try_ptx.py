@@ -13,11 +13,11 @@ sys.path.insert(0, str(ROOT / "cpu"))
 from cu2cpp import TranslationError  # noqa: E402
 from ptx import translate_preprocessed  # noqa: E402
 
-TRY = ROOT / "try"
+TRY = [sys.executable, ROOT / "try"]  # as in test_try.py
 
 
 def tried(path, *arguments, options=("--quick",)):
-    return execute([TRY, path, *options, *arguments], timeout=300, cwd=path.parent)
+    return execute([*TRY, path, *options, *arguments], timeout=300, cwd=path.parent)
 
 
 def bits(value):

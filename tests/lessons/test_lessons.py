@@ -63,8 +63,8 @@ SPATIALS = [
     (1000, 16, 48), (257, 112, 64), (5, 80, 272), (70, 464, 32), (7, 976, 16),
     pytest.param(3, 16, 720, marks=LONG),
     (1, 8, 8), (40, 72, 136), (130, 24, 40), (66, 136, 264), (65, 200, 40),
-    # Clusters of two blocks: each consumer has more than three tiles; two clusters have the columns.
-    (1570, 40, 136), (200, 120, 328),
+    # Clusters of two blocks: each consumer has more than three tiles (as in STAYING); two clusters have the columns.
+    pytest.param(1570, 40, 136, marks=pytest.mark.extensive), (200, 120, 328),
 ]
 
 

@@ -1,5 +1,6 @@
 """Whoever makes the first minutes longer is told: tests/first_minutes.py --here, with times that are given."""
 
+import io
 import json
 import sys
 
@@ -19,11 +20,11 @@ def here(monkeypatch, tmp_path, capsys):
     record = tmp_path / "first_minutes.json"
     record.write_text(json.dumps({"first": 50, "second": 100}))
     monkeypatch.setattr(first_minutes, "RECORD", record)
-    monkeypatch.setattr(first_minutes, "unit", lambda: UNIT)
 
-    def run(first, second, code=0, to_record=False):
+    def run(first, second, code=0, to_record=False, unit=UNIT):
         taken = dict(zip((command for _, command in first_minutes.HERE), (first, second)))
-        monkeypatch.setattr(first_minutes, "run", lambda command, folder, log: (code, 1.0, taken[command]))
+        monkeypatch.setattr(first_minutes, "run",
+                            lambda command, folder, log, sampling: (code, 1.0, taken[command], unit))
         return first_minutes.here(to_record), capsys.readouterr().out
 
     run.record = record
@@ -32,19 +33,35 @@ def here(monkeypatch, tmp_path, capsys):
 
 def test_ten_percent_are_allowed(here):
     rc, said = here(54 * UNIT, 109 * UNIT)
-    assert rc == 0 and "54.0 units, at most 55.0" in said and "109.0 units, at most 110.0" in said
+    assert rc == 0 and "54.0 units of 4.00 s, at most 55.0" in said and "109.0 units of 4.00 s, at most 110.0" in said
 
 
 @pytest.mark.parametrize("first, second, said", [
-    (56, 100, "56.0 units, MORE than 55.0"), (50, 111, "111.0 units, MORE than 110.0")])
+    (56, 100, "56.0 units of 4.00 s, MORE than 55.0"), (50, 111, "111.0 units of 4.00 s, MORE than 110.0")])
 def test_more_fails(here, first, second, said):
     rc, printed = here(first * UNIT, second * UNIT)
     assert rc == 1 and said in printed and printed.count("MORE") == 1
 
 
-def test_a_slower_machine_is_no_growth(here, monkeypatch):
-    monkeypatch.setattr(first_minutes, "unit", lambda: 3 * UNIT)
-    assert here(54 * 3 * UNIT, 109 * 3 * UNIT)[0] == 0
+def test_a_slower_machine_is_no_growth(here):
+    assert here(54 * 3 * UNIT, 109 * 3 * UNIT, unit=3 * UNIT)[0] == 0
+
+
+def test_the_unit_is_measured_meanwhile(monkeypatch):
+    """Every so often, or once for a short command; and what that takes is none of the command's time."""
+    monkeypatch.setattr(first_minutes, "EVERY", 0.05)
+    times = iter(range(2, 100, 2))
+    monkeypatch.setattr(first_minutes, "unit", lambda: next(times))
+    monkeypatch.setattr(first_minutes, "processor_seconds", lambda: 1000.0 if next(times) == 2 else 7000.0)
+    log = io.StringIO()
+    code, seconds, processor, one = first_minutes.run("echo here; sleep 0.4; exit 3", ROOT, log, sampling=True)
+    assert code == 3 and 0.4 <= seconds < 10 and log.getvalue().endswith("here\n")
+    measured = [4 + 2 * k for k in range(round((one - 4) + 1))]  # 4, 6, 8, ...: their mean is `one`
+    assert len(measured) > 1 and processor == 6000 - sum(measured)
+    monkeypatch.setattr(first_minutes, "EVERY", 60)
+    monkeypatch.setattr(first_minutes, "unit", lambda: 5)
+    assert first_minutes.run("true", ROOT, log, sampling=True)[3] == 5
+    assert first_minutes.run("true", ROOT, log)[3] == 0
 
 
 def test_a_command_that_fails_is_no_time(here):
