@@ -701,6 +701,7 @@ struct PlaneMaker {
     }
     if (last >= 0) report(last);
   }
+#if HOPPER_CODE
   // Until a patch's planes are there. The fence stands between the makers' writes and the copy
   // engine's reads.
   __device__ void wait(int block, int slice) const {
@@ -708,10 +709,9 @@ struct PlaneMaker {
     if (patch >= together * first_slices) {
       wait_for_count(GridCount(made[patch]), 128, "planes that other warps make");
     }
-#if HOPPER_CODE
     global_fence();
-#endif
   }
+#endif
 
  private:
   struct Unit {

@@ -49,7 +49,6 @@ HEADERS = {
     GPUS: ("problems/diffusion/gpus.cuh",),
     "8_spatial_gradients": SHARED,
     "9_matmul_softmax": SHARED,
-    CONNECTED: SHARED,
     "operators_attention": ("operators/attention/hopper.cuh", "operators/attention/layer.cuh"),
 }
 # What these lessons have of operators until they have kernels of their own.
