@@ -1403,8 +1403,9 @@ __device__ __forceinline__ void store_grade(const OneGrade<A, grade, W>& gradien
 
 // Makes dx and dy of a thread's multivectors, grade by grade, and writes them where they are
 // `inside`; dw is added to what it has. The gates depend on the scalars of x and y: so the scalars
-// of dx and dy have a second part, which comes through g = gate(x_1) gate(y_1). kTogether: all
-// threads of the warp are here.
+// of dx and dy have a second part, which comes through g = gate(x_1) gate(y_1). That of dx_1 is
+// dg gate'(x_1) gate(y_1), and that of dy_1 is dg gate(x_1) gate'(y_1). kTogether: all threads of
+// the warp are here.
 template <bool kTogether, typename A, int W, typename Weight>
 __device__ __forceinline__ void store_gradients(const Multivectors<A, W>& x,
                                                 const Multivectors<A, W>& y,
@@ -1429,8 +1430,10 @@ __device__ __forceinline__ void store_gradients(const Multivectors<A, W>& x,
 }
 
 // As forward_one_launch: the first walk over a row adds up its sums, the second makes dx, dy and
-// dw. Both walks compute P first. Each block adds up its part of dw in memory of its own, (triples,
-// features).
+// dw. Both walks compute P first. dw is a sum over all rows, and a block has some of them. So each
+// block adds up its part of dw in memory of its own, (triples, features), and sum_partials adds up
+// these parts. No other block and no other thread comes to the same place, so nobody has to wait.
+// What stood there before the block's first row does not count.
 template <typename A>
 __global__ void __launch_bounds__(kRowThreads)
     backward_one_launch(const float* x, const float* y, const float* w, const float* d_out,
@@ -1482,6 +1485,15 @@ __global__ void __launch_bounds__(kRowThreads)
 //                   ordered before this row's sums are added up, and memory has work meanwhile
 //     y             has no registers to stay in. It is taken from shared memory twice, once for the
 //                   sums and once for the gradients. After that the next row's y is ordered
+//
+// So this is the order of time for a row:
+//
+//     memory.wait()            x, y and d_out of this row are in shared memory
+//     memory.take(...)         all three come to registers; P and the gates are computed
+//     fetch_x_and_d_out        of the next row, to the places that are free now
+//     add_up_row               this row's sums: all of its threads meet
+//     memory.take(kY), again   then fetch_y of the next row
+//     store_gradients          dx and dy go to memory, dw stays in registers
 template <typename A>
 constexpr int kBackwardWidth = A::kBlades <= 8 ? 16 / A::kBlades : 1;
 

@@ -694,7 +694,18 @@ __global__ void __launch_bounds__(384, 1)
 //              Three spare warps beside the producer add dSpectral to the sum of all blocks. When
 //              all blocks have added, they compute dTimes from it while the others go on.
 //
-// Read the kernel first, at the end of this section, and each function where the kernel calls it.
+// What the warps of a block do, in the order of time. Each line is a function. The kernel at the
+// end of this section calls them in this order:
+//
+//     one thread            the three spare warps             two consumers
+//     --------------------  --------------------------------  ----------------------------------
+//     put_first_x           zero_totals: for the next launch  damping_factors
+//     load_forth            backward: add_d_spectral          project: the first product
+//                                                             add_to_totals
+//                                                             meet: wait for all blocks
+//     load_back             backward: store_d_times           damp_spectrum
+//                                                             expand: the second product
+//
 // load_box, multicast_box and store_box are tensor_load, tensor_load_multicast and tensor_store
 // (primitives/hopper/copies.cuh) with a policy. That is a hint for the L2 cache: evict_first says
 // that it may drop these bytes first, and evict_last that it shall drop them last.
@@ -720,9 +731,12 @@ struct DiffusionMaps {
 // A spectrum of up to 128 rows, 64 for each consumer, of which each block of a cluster has kColumns
 // columns. A tile has 64 rows of the basis, in two boxes of 64 eigenvectors.
 constexpr int kClusterStages = 7, kSteps = kEigen / kStepK, kBoxes = kColumns / kBoxCols;
-// The sum of all blocks lies in memory as the registers of the consumers hold it, in quads. A quad
-// is four elements of one thread, which one atomicAdd adds. Warp w of the eight warps has rows 16 w
-// to 16 w + 15. Elements 4 j to 4 j + 3 of its lane l are quad number (w kColumns / 8 + j) 32 + l.
+// The sum of all blocks lies in memory as the registers of the consumers hold it, in quads, and not
+// by rows and columns. A quad is four elements of one thread, which one atomicAdd adds. In every
+// block the same thread has the same elements. So all blocks add to the same quads, and nobody has
+// to know which row and column a quad is. Warp w of the eight warps has rows 16 w to 16 w + 15.
+// Elements 4 j to 4 j + 3 of its lane l are quad number (w kColumns / 8 + j) 32 + l. So at each j
+// the 32 lanes of a warp have neighbouring quads.
 constexpr int kQuads = kEigen * kColumns / 4;
 
 struct ClusterShared {
@@ -815,7 +829,9 @@ struct Meeting {
 // What the L2 cache is asked to do with tile t of the basis in the first product. The second
 // product takes the tiles from the last one back to the first. The last kClusterStages tiles are in
 // shared memory until then. Of those before them the cache shall keep the last ones, kCachedBytes
-// of all clusters together. A cluster has 20 tiles, for example, and there is room for 5 of them:
+// of all clusters together. A cluster has 20 tiles, for example, and there is room for 5 of them.
+// Tiles 13 to 19 are those that stay in shared memory, so the cache need not keep them. The second
+// product needs tile 12 next, so 12 to 8 are kept:
 //
 //     tiles 0 to 7, 13 to 19     evict_first
 //     tiles 8 to 12              evict_last
@@ -879,7 +895,9 @@ __device__ __forceinline__ void load_forth(const BlockWork& work, Writer& writer
 }
 
 // Then it loads the tiles of the second product, in reverse, but not the last `kept` tiles, which
-// are still there.
+// are still there. writer.back() goes back through the stages. For example, with 20 tiles and seven
+// stages, tile t is in stage t % 7. Tile 19 is in stage 5. The second product takes it first, and
+// gives stage 5 back. Then tile 12 is loaded to it, and 12 % 7 is 5 again.
 template <class Writer>
 __device__ __forceinline__ void load_back(const BlockWork& work, Writer writer, int kept) {
   for (int t = work.tiles - 1 - kept; t >= 0; --t) {
@@ -1015,7 +1033,10 @@ __device__ __forceinline__ void damping_factors(const BlockWork& work, SpectrumS
 }
 
 // First product: this block's share of basis^T (mass x). The left factor is the basis, transposed,
-// and forward multiplied by the masses. The last stages are kept for the second product.
+// and forward multiplied by the masses. Along k, in this product, lie the 64 rows of the tile. A
+// register of the left factor has two neighbours along k, from left.k(...) on: two rows, which are
+// multiplied by their two masses. The last stages are not given back: they are kept for the second
+// product.
 template <Pass kPass, class Reader>
 __device__ __forceinline__ void project(const BlockWork& work, SpectrumShare& share,
                                         Reader& reader) {
@@ -1051,8 +1072,10 @@ __device__ __forceinline__ void add_to_totals(const SpectrumShare& share, float4
   }
 }
 
-// The consumers arrive, and wait until those of all blocks have added. Backward the block arrives
-// when its spare warps have added, too.
+// The consumers arrive, and wait until those of all blocks have added. Thread 128, the first one of
+// the consumers, does so for all: after the first barrier all have added, and after the second one
+// all know that the other blocks have. Backward the block arrives when its spare warps have added,
+// too, and then tells them through `met` that all blocks have come.
 template <Pass kPass>
 __device__ __forceinline__ void meet(const BlockWork& work, const Meeting& meeting) {
   named_barrier(kConsumersBarrier, kConsumers);
@@ -1122,7 +1145,7 @@ __device__ __forceinline__ void expand(const BlockWork& work, Reader reader) {
     if (reader.ring.stage % 2 != consumer()) continue;
     const int stage = reader.wait();
     float above = 1, below = 1;
-    if constexpr (kPass == Pass::backward) {
+    if constexpr (kPass == Pass::backward) {  // a thread's elements are in two rows
       above = __bfloat162float(shared.mass[stage][sum.row(0)]);
       below = __bfloat162float(shared.mass[stage][sum.row(2)]);
     }
@@ -1161,7 +1184,10 @@ __device__ __forceinline__ void expand(const BlockWork& work, Reader reader) {
 #endif  // HOPPER_CODE
 
 // The kernel: its steps, in their order. The blocks of a cluster are a row of the grid. arrivals,
-// totals: see Meeting.
+// totals: see Meeting. The next kernel may take its places early. But all that this kernel reads or
+// writes in memory comes after wait_for_previous_kernel(). x of the first tile is for this block
+// alone, so it may be on its way while the cluster meets. The basis is for all blocks of the
+// cluster, so it may not: their barriers have to be prepared before.
 template <Pass kPass>
 __global__ void __launch_bounds__(kClusterThreads, 1)
     diffusion_clusters(const __grid_constant__ DiffusionMaps maps, const Operands operands,

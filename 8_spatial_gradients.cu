@@ -792,6 +792,15 @@ __device__ float tanh_slope(float u) {
   return inverse * (four_e * inverse);
 }
 
+// What is computed, once more, with g = dOut * (1 - tanh(u)^2), where u is the scalar product:
+//
+//     P = g * xr,  Q = g * xi,  R = g * ar,  S = g * ai                                     (V, W)
+//     dM1 = Gr^T P + Gi^T Q,  dM2 = Gr^T Q - Gi^T P,  D = Gr^T R + Gi^T S                   (E, W)
+//     dLr = dM1^T x,  dLi = dM2^T x,  dx = D + dM1 Lr + dM2 Li
+//
+// Each line is a kernel of its own but for the first two, which are one: accumulate_backward. It
+// leaves partial sums, add_slices adds these up, and finish_backward is the third line.
+//
 // xr, xi, ar and ai are computed again, at the cost of the forward pass. If that pass saved them,
 // it would write 2 KB a vertex, and this one would read them: four times as many bytes as Gr and Gi
 // have. And from one pass to the other they would occupy four times the memory of out. The unfused
@@ -848,7 +857,9 @@ struct GradientSums {
   Sums<32, 32> dM1 = {}, dM2 = {}, D = {};
 };
 
-// sums += the part of BV vertices, from tiles of Gr and Gi and those of P, Q, R, S.
+// sums += the part of BV vertices, from tiles of Gr and Gi and those of P, Q, R, S. A step takes 16
+// vertices. Each of P, Q, R and S is loaded once, and multiplied by what it meets in the formulas.
+// A product can only be added. So for - Gi^T P the fragments of Gi change their signs.
 template <int BV, int BN>
 __device__ void add_gradients(GradientSums& sums, const bf16* Gr_tile, const bf16* Gi_tile,
                               const bf16* products, int row, int col) {
@@ -973,6 +984,7 @@ __global__ void __launch_bounds__(32 * kSliceWarps)
   const size_t i = (static_cast<size_t>(blockIdx.x) * 32 + lane) * 4;
   const bool inside = i < 3 * count;
   float4 sum = {};
+  // Who has nothing to add begins behind the last slice.
 #pragma unroll 8
   for (int slice = inside ? warp : slices; slice < slices; slice += kSliceWarps) {
     const float4 quad = *reinterpret_cast<const float4*>(partials + slice * 3 * count + i);
@@ -1044,7 +1056,8 @@ __global__ void __launch_bounds__(kSmallThreads)
 // in 192 registers of a thread. Shared memory is nearly as busy as the tensor cores. So the three
 // products with Gr^T are one instruction of 192 columns, which reads its rows of Gr^T once. For
 // that P, R, Q, S and -P lie side by side in shared memory, and each right factor is three
-// neighbours of these:
+// neighbours of these. (-P is there because wgmma has no product that it takes away. Stored once
+// with each sign, P serves both.)
 //
 //     products         P     R     Q     S    -P
 //     beside Gr^T     [P     R     Q]
@@ -1161,7 +1174,8 @@ __device__ void load_right_factors(BackwardShared& shared, const BackwardMaps& m
 }
 
 // What a maker does with each of the block's tiles. It reads stages, but gives none back:
-// warpgroup 3 reads the same stage later, and does that.
+// warpgroup 3 reads the same stage later, and does that. put(i, ...) writes the maker's 32 columns
+// of products[i]; since multiply_by_g() P stands in the place of xr, and so on.
 __device__ void make_products(BackwardShared& shared, const BackwardCluster& cluster, int tiles) {
   const int maker = warp_of_block() / 4 - 1, col = 32 * maker;
   Reader reader(shared.stages, cluster);
@@ -1240,7 +1254,9 @@ __device__ void add_products(BackwardShared& shared, const BackwardCluster& clus
 
 #endif  // HOPPER_CODE
 
-// partials (slices, 3, E, W): dM1, dM2 and D, summed up over each cluster's tiles.
+// partials (slices, 3, E, W): dM1, dM2 and D, summed up over each cluster's tiles. blockIdx.y is
+// the slice: its tiles are every gridDim.y-th one. A row of the grid is a cluster, and each of its
+// blocks has other columns; blockIdx.z counts the clusters along the columns.
 __global__ void __launch_bounds__(kBackwardThreads, 1)
     specialized_backward(const __grid_constant__ BackwardMaps maps, float* partials, int V, int E,
                          int W) {

@@ -1303,7 +1303,15 @@ inline void library_product(cublasHandle_t blas, const float* x, const float* W,
                             CUBLAS_GEMM_DEFAULT));
 }
 
-// A table is one shape in one precision. Each add_...() adds rows to it.
+// A table is one shape in one precision. Each add_...() adds rows to it. Which rows a table has
+// depends on how many columns the logits have, and on whether rows of x and W are whole vectors:
+//
+//     columns      on the CUDA cores               on tensor cores, of whole vectors only
+//     up to 16     and fused split-K
+//     up to 128    unfused tiles, fused tiles,     unfused tensor cores, fused tensor cores
+//                  fused cluster
+//     more         unfused tiles, online tiles,    unfused, online and fused specialized
+//                  exchange tiles
 struct SoftmaxTable : SoftmaxProblem {
   int B = static_cast<int>(shape.rows), D = static_cast<int>(shape.inputs),
       C = static_cast<int>(shape.classes);
@@ -1315,7 +1323,10 @@ struct SoftmaxTable : SoftmaxProblem {
         logits(problem.output<float>(shape.rows * shape.classes)),
         long_parts(problem.output<MaxSum>(shape.rows * ceil_div(shape.classes, kLongPart))) {}
 
-  // The softmax of (1) and (2): a row is one warp's, or one block's, or that of several blocks.
+  // The softmax of (1) and (2). Up to 1024 columns a row is one warp's, up to kLongestInRegisters
+  // it is one block's, and in both cases it stays in registers. A longer row is that of several
+  // blocks, in two kernels. softmax_rows<threads of a row, numbers of a thread, neighbours that it
+  // loads at once>
   void softmax_of_logits() const {
     const auto in_registers = [this](auto* kernel, int rows_of_a_block) {
       launch_early(kernel, blocks_for(B, rows_of_a_block), kThreads, 0, logits, probs, B, C);
