@@ -126,9 +126,8 @@ class HalfProduct {
     if (!suits<Tile>(shape_) || (c_stride_ != 0 && !kInBoxes)) return;
     product::offer_slices<Work>(
         ways, exchange_, shape_, name_of_tile<Tile>(),
-        [&](int clusters, double rounds) {
-          return tile_microseconds<Tile>(shape_, A_.stride, B_.stride, rounds, clusters, 0,
-                                         kOfCluster);
+        [&](int clusters, int slices) {
+          return tile_microseconds<Tile>(shape_, A_.stride, B_.stride, 1, clusters, slices);
         },
         [self = *this](const SlicedPlan& plan) {
           const Schedule<Tile> schedule(self.shape_, plan.tiles * plan.slices, true);

@@ -12,7 +12,6 @@
 #include "operators/device_facts.h"
 #include "operators/estimate.h"
 #include "operators/operands.h"
-#include "operators/product/estimate.h"
 #include "operators/product/product.cuh"
 #include "operators/product/sliced.cuh"
 #include "primitives/launch.h"
@@ -244,38 +243,50 @@ bool suits(const ProductShape& shape) {
                                            1.0 * sizeof(T) * shape.cols * shape.depth);
 }
 
-/// How long a product should take if so many clusters have so many tiles each (TiledCost). `again`:
-/// bytes that are read from memory once more.
+/// Cycles that a step takes in any case, however few blocks there are. A multiprocessor takes 72
+/// bytes a cycle from the L2 cache, also of what another block has fetched for it; and no step
+/// takes less than 280. (Fitted to products of 1 to 1400 rows.)
+template <class Tile>
+constexpr double kLeastCycles = std::max(280.0, (Tile::BM + kStepK * Tile::Share::kAllBoxes) *
+                                                    kLineBytes / 72);
+
+/// How long a product should take in `rounds` rounds, with so many clusters at a time, each of
+/// which has one `slices`-th of the steps of a tile.
 template <class Tile>
 double tile_microseconds(const ProductShape& shape, int64_t stride_a, int64_t stride_b,
-                         double rounds, int clusters, double again, int slices = 1) {
+                         double rounds, int clusters, int slices = 1) {
   using T = typename Tile::Element;
+  const double a = fetched_for_a_line(stride_a * sizeof(T));
+  const double b = fetched_for_a_line(stride_b * sizeof(T));
   const double bytes = 1.0 * sizeof(T) *
                        (1.0 * shape.rows * shape.depth + 1.0 * shape.depth * shape.cols +
                         1.0 * shape.rows * shape.cols);
-  constexpr int kShare = kStepK * Tile::Share::kAllBoxes;
-  const TiledCost cost = {
-      .multiply = Tile::BM * Tile::BN / 32.0,
-      .shared_lines = Tile::BM + kShare + Tile::kLinesRead,
-      .fetched_lines = fetched_for_a_line(stride_a * sizeof(T)) * Tile::kRowsA +
-                       fetched_for_a_line(stride_b * sizeof(T)) * kShare / Tile::kStack,
-      .finish = finish_cycles(Tile::BM * Tile::BN, sizeof(T), shape.cols * sizeof(T) % 16 == 0),
-      .steps = 1.0 * shape.depth / kLine<T>,
-      .rounds = rounds,
-      .cluster_blocks = Tile::kBlocks,
-      .slices = slices,
-      .blocks = 1.0 * clusters * Tile::kBlocks,
-      .multiprocessors = 1.0 * multiprocessors(),
-      .memory_bytes = bytes + again + displaced_bytes(bytes, kIsOneRow<Tile>)};
-  return microseconds(cost);
+  return product_microseconds(
+      {.rounds = rounds,
+       .steps = 1.0 * shape.depth / kLine<T> / slices,
+       .rows = Tile::BM,
+       .cols = Tile::BN,
+       .shared_lines = Tile::BM + kStepK * Tile::Share::kAllBoxes + Tile::kLinesRead,
+       .fetched_lines = a * Tile::kRowsA + b * kStepK * Tile::Share::kAllBoxes / Tile::kStack,
+       .least_cycles = kLeastCycles<Tile>,
+       .blocks = 1.0 * clusters * Tile::kBlocks,
+       .multiprocessors = 1.0 * multiprocessors(),
+       .memory_bytes = bytes + displaced_bytes(bytes, kIsOneRow<Tile>)});
+}
+
+/// How long it takes, once a tile's pieces have been multiplied, until their sums are one: a piece
+/// has kPart elements for each thread. The cluster that comes last reads one piece after another,
+/// which the L2 cache holds. (Measured.)
+constexpr double handover_microseconds(double pieces, int part, bool first_in_cluster = false) {
+  return (first_in_cluster ? 1.2 : 2) + (0.2 + 0.025 / 4 * part) * pieces;
 }
 
 /// A cluster that shares a tile has so many steps at least.
 inline constexpr int kLeastSteps = 8;
 
 /// The plans for the Work of a product: one of whole tiles, and others in which tiles are shared;
-/// none if no cluster fits, or there are too many tiles. estimate(rounds, clusters, again) is how
-/// long the product should take, but for the handover of sums (tile_microseconds).
+/// none if no cluster fits, or there are too many tiles. estimate(rounds, clusters) is how long the
+/// product should take if so many clusters have so many tiles each.
 template <class Work, typename Estimate>
 std::vector<ProductPlan> plan_product(const ProductShape& shape, Estimate estimate) {
   using Tile = typename Work::Tile;
@@ -283,25 +294,21 @@ std::vector<ProductPlan> plan_product(const ProductShape& shape, Estimate estima
   if (capacity == 0 || Schedule<Tile>::tiles_of(shape) > Schedule<Tile>::kMostTiles) return {};
   const Schedule<Tile> whole(shape, capacity, false);
   const int tiles = whole.tiles, clusters = static_cast<int>(persistent(tiles, capacity));
-  std::vector<ProductPlan> plans = {{clusters, false, estimate(whole.rounds, clusters, 0.0)}};
-  const auto add = [&](int of_clusters, double pieces, double again) {
+  std::vector<ProductPlan> plans = {{clusters, false, estimate(whole.rounds, clusters)}};
+  const auto add = [&](int of_clusters, double pieces) {
     const Schedule<Tile> shared(shape, of_clusters, true);
     if (shared.shared == 0 || int64_t{tiles} * whole.steps < int64_t{kLeastSteps} * of_clusters) {
       return false;
     }
-    const double time = estimate(1.0 * tiles / of_clusters, of_clusters, again) +
-                        handover_microseconds(pieces, Work::Sum::size(), false);
+    const double time = estimate(1.0 * tiles / of_clusters, of_clusters) +
+                        handover_microseconds(pieces, Work::Sum::size());
     plans.push_back({of_clusters, true, time});
     return true;
   };
-  if (capacity % tiles != 0) {
-    const double again =
-        kReadAgain * sizeof(typename Tile::Element) * shape.depth *
-        (1.0 * shape.rows * (whole.tile_cols - 1) + 1.0 * shape.cols * (whole.tile_rows - 1));
-    add(capacity, tiles > capacity ? 2 : 1 + std::ceil(1.0 * capacity / tiles), again);
-  }
+  if (capacity % tiles != 0)
+    add(capacity, tiles > capacity ? 2 : 1 + std::ceil(1.0 * capacity / tiles));
   // Slices of equal sizes: so many as suit best. More of them are added up for longer.
-  for (int slices = 2; slices <= capacity / tiles && add(tiles * slices, slices, 0); ++slices) {
+  for (int slices = 2; slices <= capacity / tiles && add(tiles * slices, slices); ++slices) {
     const size_t last = plans.size() - 1;
     if (slices == 2) continue;
     const bool better = plans[last].microseconds < plans[last - 1].microseconds;
@@ -344,8 +351,9 @@ struct SlicedPlan {
 };
 
 /// The plan with the number of slices that should be the fastest; none where a slice would have
-/// fewer than kLeastSteps steps, or a multiprocessor more than one. product(clusters, rounds) is how
-/// long so many of Whole's clusters should take, if a cluster has such a part of a tile.
+/// fewer than kLeastSteps steps, or a multiprocessor more than one. product(all, slices) is how
+/// long so many slices of all tiles should take that have one `slices`-th of a tile's steps each.
+/// The blocks of a cluster send each other their sums. How long that takes was measured.
 template <class Work, typename Product>
 std::vector<SlicedPlan> plan_slices(const ProductShape& shape, Product product) {
   using Tile = typename Work::Tile;
@@ -358,7 +366,8 @@ std::vector<SlicedPlan> plan_slices(const ProductShape& shape, Product product) 
     const Schedule<Tile> schedule(shape, static_cast<int>(tiles * slices), true);
     if (slices > schedule.steps / kLeastSteps || schedule.shared == 0) break;
     const double microseconds =
-        product(static_cast<int>(tiles * slices), 1.0 / static_cast<double>(clusters)) +
+        product(static_cast<int>(tiles * slices), static_cast<int>(slices)) + 1 +
+        std::log2(kOfCluster) +
         (clusters > 1
              ? handover_microseconds(static_cast<double>(clusters), Work::Part::size(), true)
              : 0);
@@ -410,12 +419,8 @@ struct TileChoice {
     const auto add_plans = [&]<class Each>() {
       using Work = MatrixProduct<Each, Epilogue>;
       if (!suits<Each>(shape) || (in_boxes && !leaves_in_boxes<Each>())) return;
-      const auto estimate = [&](double rounds, int clusters, double again) {
-        if constexpr (requires { Epilogue::template microseconds<Each>(shape, rounds, again); }) {
-          return Epilogue::template microseconds<Each>(shape, rounds, again);
-        } else {
-          return tile_microseconds<Each>(shape, stride_a, stride_b, rounds, clusters, again);
-        }
+      const auto estimate = [&](double rounds, int clusters) {
+        return tile_microseconds<Each>(shape, stride_a, stride_b, rounds, clusters);
       };
       for (const ProductPlan& plan : plan_product<Work>(shape, estimate)) {
         offer_plan<Work>(

@@ -252,8 +252,9 @@ class Tf32Product {
     using Tile = With<PlainTf32Tile<kMath, kRows, kBesides>, kOneRow>;
     using Work = Tf32MatrixProduct<Tile>;
     if (!suits(kRows, kOneRow)) return;
-    const auto estimate = [&](double rounds, int clusters, double again) {
-      return microseconds_of<Tile>(rounds, clusters, again);
+    const int steps = Schedule<Tile>(transposed(), 1, false).steps;
+    const auto estimate = [&](double rounds, int clusters) {
+      return microseconds_of<Tile>(rounds, steps, clusters);
     };
     for (const ProductPlan& plan : plan_product<Work>(transposed(), estimate)) {
       offer_plan<Work>(
@@ -274,10 +275,11 @@ class Tf32Product {
     using Tile = With<PlainTf32Tile<kMath, kRows, 1>, kOneRow>;
     if (!suits(kRows, kOneRow)) return;
     using Work = SlicedProduct<Tf32MatrixProduct<Tile>, kOfCluster>;
+    const int steps = Schedule<Tile>(transposed(), 1, false).steps;
     product::offer_slices<Work>(
         ways, exchange_, transposed(), name_of<Tile>(),
-        [&](int clusters, double rounds) {
-          return microseconds_of<Tile>(rounds, clusters, 0, kOfCluster);
+        [&](int clusters, int slices) {
+          return microseconds_of<Tile>(1, 1.0 * steps / slices, clusters);
         },
         [self = *this](const SlicedPlan& plan) {
           const Schedule<Tile> schedule(self.transposed(), plan.tiles * plan.slices, true);
@@ -291,33 +293,31 @@ class Tf32Product {
            std::to_string(Tile::BM) + (kIsOneRow<Tile> ? ", B read once" : "");
   }
 
-  /// How long it should take (TiledCost). In 3xTF32 three products read A, which has been written by
-  /// the copy engine, read, and written once more as two tiles. Between two steps a consumer splits B
-  /// and adds up, which counts as so many further rows.
+  /// In 3xTF32 three products read A, which has been written by the copy engine, read, and written
+  /// once more as two tiles. Between two steps a consumer splits B and adds up, which counts as so
+  /// many further rows.
   template <class Tile>
-  double microseconds_of(double rounds, int clusters, double again, int slices = 1) const {
+  double microseconds_of(double rounds, double steps, int clusters) const {
     constexpr int kCols = Tile::BM, kRows = Tile::BN, kProducts = kSplit ? 3 : 1;
     constexpr double kBetween = kSplit ? 96 : 0;
-    const double bytes = 4.0 * (1.0 * shape_.rows * shape_.depth +
-                                1.0 * shape_.depth * shape_.cols + 1.0 * shape_.rows * shape_.cols);
+    const double elements = 1.0 * shape_.rows * shape_.depth + 1.0 * shape_.depth * shape_.cols +
+                            1.0 * shape_.rows * shape_.cols;
     double copied = 0;
-    if (A_.copied) copied += 8.0 * shape_.rows * shape_.depth;
-    if (B_.copied) copied += 8.0 * shape_.depth * shape_.cols;
-    const TiledCost cost = {
-        .multiply = (kProducts * kRows + kBetween) * kCols / 32,
-        .shared_lines =
-            2.0 * kCols + kRows * (kSplit ? 4.0 : 1.0) + 1.0 * kProducts * Tile::kConsumers * kRows,
-        .fetched_lines = fetched_for_a_line(4 * A_.stride) * kRows / Tile::kStack +
-                         fetched_for_a_line(4 * B_.stride) * kCols,
-        .finish = finish_cycles(kRows * kCols, 4, c_stride_ % 4 == 0),
-        .steps = 1.0 * shape_.depth / Tile::kDepth,
-        .rounds = rounds,
-        .cluster_blocks = Tile::kBlocks,
-        .slices = slices,
-        .blocks = 1.0 * clusters * Tile::kBlocks,
-        .multiprocessors = 1.0 * multiprocessors(),
-        .memory_bytes = bytes + again + displaced_bytes(bytes, kIsOneRow<Tile>)};
-    return microseconds(cost) + copy_microseconds(copied);
+    if (A_.copied) copied += 1.0 * shape_.rows * shape_.depth;
+    if (B_.copied) copied += 1.0 * shape_.depth * shape_.cols;
+    return product_microseconds(
+        {.rounds = rounds,
+         .steps = steps,
+         .rows = 1.0 * kProducts * kRows + kBetween,
+         .cols = kCols,
+         .shared_lines = 2.0 * kCols + kRows * (kSplit ? 4.0 : 1.0) +
+                         1.0 * kProducts * Tile::kConsumers * kRows,
+         .fetched_lines = fetched_for_a_line(4 * A_.stride) * kRows / Tile::kStack +
+                          fetched_for_a_line(4 * B_.stride) * kCols,
+         .blocks = 1.0 * clusters * Tile::kBlocks,
+         .multiprocessors = 1.0 * multiprocessors(),
+         .memory_bytes = 4 * elements + displaced_bytes(4 * elements, kIsOneRow<Tile>),
+         .more = copied > 0 ? kNextLaunch + 8 * copied / memory_rate() : 0});
   }
 
   /// `shares`: sums go through memory.
