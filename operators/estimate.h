@@ -19,7 +19,6 @@ struct Cost {
   double rows, cols;        ///< of a block's tile
   double shared_lines;      ///< that a step moves into shared memory and, by wgmma, out of it
   double fetched_lines;     ///< that a block asks the L2 cache for in a step
-  double least_cycles = 0;  ///< that a step takes in any case
   double blocks;            ///< that work at the same time, each on a multiprocessor of its own
   double multiprocessors;   ///< of the device
   double memory_bytes = 0;  ///< that go from and to memory in all
@@ -60,40 +59,17 @@ inline constexpr double kNextLaunch = 2;   ///< the same of a kernel that follow
 inline double step_microseconds(const Cost& cost) {
   const double asking = std::max(0.33, cost.blocks / cost.multiprocessors);
   return std::max({cost.rows * cost.cols / 32, cost.shared_lines * kLineBytes / 150,
-                   cost.fetched_lines * kLineBytes / 39 * asking, cost.least_cycles}) /
+                   cost.fetched_lines * kLineBytes / 39 * asking}) /
          cycles();
 }
 
-/// Time that a product's steps need, and that its memory needs. Of a tile's sums a multiprocessor
-/// finishes 16 a cycle.
-struct Times {
-  double steps, memory;
-};
-inline Times times_of(const Cost& cost) {
-  const double finish = cost.rows * cost.cols / 16 / cycles();
-  return {cost.rounds * (cost.steps * step_microseconds(cost) + finish),
-          cost.memory_bytes / memory_rate()};
-}
-
-/// Time of the whole product: the steps and the memory work at the same time.
+/// Time of the whole product: the steps and the memory work at the same time. Of a tile's sums a
+/// multiprocessor finishes 16 a cycle.
 inline double microseconds(const Cost& cost) {
-  const Times times = times_of(cost);
-  return kFirstLaunch + cost.more + std::max(times.steps, times.memory);
-}
-
-/// The same for a product alone. Where steps and memory need about equally long, neither is always
-/// busy: so we take the cube root of the sum of their cubes. That is a quarter more than one of two
-/// equal times, and hardly more than the longer one of others.
-inline double product_microseconds(const Cost& cost) {
-  const auto [steps, memory] = times_of(cost);
-  return kFirstLaunch + cost.more + std::cbrt(steps * steps * steps + memory * memory * memory);
-}
-
-/// Bytes that go to memory because others need their room in the L2 cache: what kernels before have
-/// written there. A product that reads `bytes` makes room for them, up to half of the cache. If it
-/// reads them once (product::OneRow), they take less room. (Fitted to products of 1 to 256 rows.)
-inline double displaced_bytes(double bytes, bool once) {
-  return std::min(bytes, 28e6) * (once ? 0.6 : 1);
+  const double finish = cost.rows * cost.cols / 16 / cycles();
+  return kFirstLaunch + cost.more +
+         std::max(cost.rounds * (cost.steps * step_microseconds(cost) + finish),
+                  cost.memory_bytes / memory_rate());
 }
 
 }  // namespace operators

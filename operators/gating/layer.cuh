@@ -127,6 +127,7 @@ class GatedProduct {
     Ways ways(workspace_);
     Choice::offer<StoreGated>(
         ways, exchange_, shape_, x_.stride, W1_.stride,
+        memory_.out_stride != 0 ? memory_.out_stride : W1_.cols,
         [self = *this]<class Tile>(const ProductPlan& plan) { self.launch<Tile>(plan); });
     exchange_.allocate(workspace_);
     std::vector<Way> found = ways.found();

@@ -56,7 +56,7 @@ class HalfProduct {
     if (!is_hopper()) return portable_half_ways(workspace_, A_, B_, C_, c_stride_, shape_);
     Ways ways(workspace_);
     Choice::template offer<StoreRounded<T>>(
-        ways, exchange_, shape_, A_.stride, B_.stride,
+        ways, exchange_, shape_, A_.stride, B_.stride, c_rows(),
         [self = *this]<class Tile>(const ProductPlan& plan) { self.template launch<Tile>(plan); },
         c_stride_ != 0);
     offer_slices<Tiles<T, 64, 64, 1, 1, 1>, 4>(ways);
@@ -96,6 +96,9 @@ class HalfProduct {
                  OneRow<TransposedTiles<T, 32, 128, 1, 1>>, OneRow<Tiles<T, 64, 128, 2, 1, 2>>,
                  OneRow<TransposedTiles<T, 128, 128, 2, 1>>, OneRow<Tiles<T, 128, 192, 2, 1, 3>>>;
 
+  /// How many elements the rows of C are apart.
+  int64_t c_rows() const { return c_stride_ != 0 ? c_stride_ : shape_.cols; }
+
   template <class Tile, int kGrids>
   using Whole = MatrixProduct<Tile, StoreRounded<T>, kGrids>;
 
@@ -126,8 +129,8 @@ class HalfProduct {
     if (!suits<Tile>(shape_) || (c_stride_ != 0 && !kInBoxes)) return;
     product::offer_slices<Work>(
         ways, exchange_, shape_, name_of_tile<Tile>(),
-        [&](int clusters, int slices) {
-          return tile_microseconds<Tile>(shape_, A_.stride, B_.stride, 1, clusters, slices);
+        [&](const Division& division) {
+          return tile_microseconds<Tile>(shape_, A_.stride, B_.stride, c_rows(), division);
         },
         [self = *this](const SlicedPlan& plan) {
           const Schedule<Tile> schedule(self.shape_, plan.tiles * plan.slices, true);

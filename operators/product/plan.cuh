@@ -12,6 +12,7 @@
 #include "operators/device_facts.h"
 #include "operators/estimate.h"
 #include "operators/operands.h"
+#include "operators/product/estimate.h"
 #include "operators/product/product.cuh"
 #include "operators/product/sliced.cuh"
 #include "primitives/launch.h"
@@ -243,50 +244,46 @@ bool suits(const ProductShape& shape) {
                                            1.0 * sizeof(T) * shape.cols * shape.depth);
 }
 
-/// Cycles that a step takes in any case, however few blocks there are. A multiprocessor takes 72
-/// bytes a cycle from the L2 cache, also of what another block has fetched for it; and no step
-/// takes less than 280. (Fitted to products of 1 to 1400 rows.)
 template <class Tile>
-constexpr double kLeastCycles = std::max(280.0, (Tile::BM + kStepK * Tile::Share::kAllBoxes) *
-                                                    kLineBytes / 72);
+inline constexpr bool kIsTransposed = requires {
+  Tile::kSumRows;
+};
 
-/// How long a product should take in `rounds` rounds, with so many clusters at a time, each of
-/// which has one `slices`-th of the steps of a tile.
+/// What a block of a Tile of 2-byte elements does.
 template <class Tile>
-double tile_microseconds(const ProductShape& shape, int64_t stride_a, int64_t stride_b,
-                         double rounds, int clusters, int slices = 1) {
-  using T = typename Tile::Element;
-  const double a = fetched_for_a_line(stride_a * sizeof(T));
-  const double b = fetched_for_a_line(stride_b * sizeof(T));
-  const double bytes = 1.0 * sizeof(T) *
-                       (1.0 * shape.rows * shape.depth + 1.0 * shape.depth * shape.cols +
-                        1.0 * shape.rows * shape.cols);
-  return product_microseconds(
-      {.rounds = rounds,
-       .steps = 1.0 * shape.depth / kLine<T> / slices,
-       .rows = Tile::BM,
-       .cols = Tile::BN,
-       .shared_lines = Tile::BM + kStepK * Tile::Share::kAllBoxes + Tile::kLinesRead,
-       .fetched_lines = a * Tile::kRowsA + b * kStepK * Tile::Share::kAllBoxes / Tile::kStack,
-       .least_cycles = kLeastCycles<Tile>,
-       .blocks = 1.0 * clusters * Tile::kBlocks,
-       .multiprocessors = 1.0 * multiprocessors(),
-       .memory_bytes = bytes + displaced_bytes(bytes, kIsOneRow<Tile>)});
+constexpr TileWork work_of_tile() {
+  constexpr int kLinesOfB = kStepK * Tile::Share::kAllBoxes;
+  return {.rows = Tile::BM,
+          .cols = Tile::BN,
+          .stack = Tile::kStack,
+          .side = Tile::kSide,
+          .transposed = kIsTransposed<Tile>,
+          .read_once = kIsOneRow<Tile>,
+          .consumers = Tile::kConsumers,
+          .multiplied = 1.0 * Tile::BM * Tile::BN,
+          .shared_lines = 1.0 * Tile::BM + kLinesOfB + Tile::kLinesRead,
+          .fetched_a = Tile::kRowsA,
+          .fetched_b = 1.0 * kLinesOfB / Tile::kStack};
 }
 
-/// How long it takes, once a tile's pieces have been multiplied, until their sums are one: a piece
-/// has kPart elements for each thread. The cluster that comes last reads one piece after another,
-/// which the L2 cache holds. (Measured.)
-constexpr double handover_microseconds(double pieces, int part, bool first_in_cluster = false) {
-  return (first_in_cluster ? 1.2 : 2) + (0.2 + 0.025 / 4 * part) * pieces;
+/// How long a product should take with tiles that are so divided. The strides are of A's and B's
+/// rows, and of C's, in elements.
+template <class Tile>
+double tile_microseconds(const ProductShape& shape, int64_t stride_a, int64_t stride_b,
+                         int64_t stride_c, const Division& division) {
+  constexpr TileWork kWork = work_of_tile<Tile>();
+  constexpr int kBytes = sizeof(typename Tile::Element);
+  return product_microseconds(
+      kHalfCosts, kWork, step_factor(kWork, kHalfSteps),
+      {shape, kBytes, kBytes * stride_a, kBytes * stride_b, kBytes * stride_c}, division);
 }
 
 /// A cluster that shares a tile has so many steps at least.
 inline constexpr int kLeastSteps = 8;
 
 /// The plans for the Work of a product: one of whole tiles, and others in which tiles are shared;
-/// none if no cluster fits, or there are too many tiles. estimate(rounds, clusters) is how long the
-/// product should take if so many clusters have so many tiles each.
+/// none if no cluster fits, or there are too many tiles. estimate(division) is how long the product
+/// should take with tiles that are so divided.
 template <class Work, typename Estimate>
 std::vector<ProductPlan> plan_product(const ProductShape& shape, Estimate estimate) {
   using Tile = typename Work::Tile;
@@ -294,21 +291,23 @@ std::vector<ProductPlan> plan_product(const ProductShape& shape, Estimate estima
   if (capacity == 0 || Schedule<Tile>::tiles_of(shape) > Schedule<Tile>::kMostTiles) return {};
   const Schedule<Tile> whole(shape, capacity, false);
   const int tiles = whole.tiles, clusters = static_cast<int>(persistent(tiles, capacity));
-  std::vector<ProductPlan> plans = {{clusters, false, estimate(whole.rounds, clusters)}};
-  const auto add = [&](int of_clusters, double pieces) {
+  std::vector<ProductPlan> plans = {
+      {clusters, false, estimate(Division{clusters, 1.0 * whole.rounds, 1.0 * whole.rounds})}};
+  const auto add = [&](int of_clusters, double pieces, bool equal) {
     const Schedule<Tile> shared(shape, of_clusters, true);
     if (shared.shared == 0 || int64_t{tiles} * whole.steps < int64_t{kLeastSteps} * of_clusters) {
       return false;
     }
-    const double time = estimate(1.0 * tiles / of_clusters, of_clusters) +
-                        handover_microseconds(pieces, Work::Sum::size());
-    plans.push_back({of_clusters, true, time});
+    const double rounds = 1.0 * tiles / of_clusters;
+    const Division division{of_clusters, rounds, std::max(1.0, std::floor(rounds)),
+                            equal ? 0 : rounds - shared.rounds, pieces};
+    plans.push_back({of_clusters, true, estimate(division)});
     return true;
   };
   if (capacity % tiles != 0)
-    add(capacity, tiles > capacity ? 2 : 1 + std::ceil(1.0 * capacity / tiles));
+    add(capacity, tiles > capacity ? 2 : 1 + std::ceil(1.0 * capacity / tiles), false);
   // Slices of equal sizes: so many as suit best. More of them are added up for longer.
-  for (int slices = 2; slices <= capacity / tiles && add(tiles * slices, slices); ++slices) {
+  for (int slices = 2; slices <= capacity / tiles && add(tiles * slices, slices, true); ++slices) {
     const size_t last = plans.size() - 1;
     if (slices == 2) continue;
     const bool better = plans[last].microseconds < plans[last - 1].microseconds;
@@ -351,11 +350,10 @@ struct SlicedPlan {
 };
 
 /// The plan with the number of slices that should be the fastest; none where a slice would have
-/// fewer than kLeastSteps steps, or a multiprocessor more than one. product(all, slices) is how
-/// long so many slices of all tiles should take that have one `slices`-th of a tile's steps each.
-/// The blocks of a cluster send each other their sums. How long that takes was measured.
-template <class Work, typename Product>
-std::vector<SlicedPlan> plan_slices(const ProductShape& shape, Product product) {
+/// fewer than kLeastSteps steps, or a multiprocessor more than one. estimate(division) is how long
+/// the product should take with tiles that are so divided.
+template <class Work, typename Estimate>
+std::vector<SlicedPlan> plan_slices(const ProductShape& shape, Estimate estimate) {
   using Tile = typename Work::Tile;
   constexpr int kOfCluster = Work::kSlicesOfCluster;
   const int64_t capacity = clusters_that_fit_once<Work>();
@@ -365,12 +363,10 @@ std::vector<SlicedPlan> plan_slices(const ProductShape& shape, Product product) 
     const int64_t slices = clusters * kOfCluster;
     const Schedule<Tile> schedule(shape, static_cast<int>(tiles * slices), true);
     if (slices > schedule.steps / kLeastSteps || schedule.shared == 0) break;
-    const double microseconds =
-        product(static_cast<int>(tiles * slices), static_cast<int>(slices)) + 1 +
-        std::log2(kOfCluster) +
-        (clusters > 1
-             ? handover_microseconds(static_cast<double>(clusters), Work::Part::size(), true)
-             : 0);
+    const double microseconds = estimate(Division{.clusters = static_cast<int>(tiles * slices),
+                                                  .rounds = 1.0 / static_cast<double>(slices),
+                                                  .pieces = static_cast<double>(clusters),
+                                                  .slices_of_cluster = kOfCluster});
     if (!best.empty() && microseconds >= best[0].microseconds) continue;
     best = {{static_cast<int>(tiles), static_cast<int>(clusters), static_cast<int>(slices),
              microseconds}};
@@ -380,11 +376,11 @@ std::vector<SlicedPlan> plan_slices(const ProductShape& shape, Product product) 
 
 /// Offers the way in slices of a SlicedProduct, if there is one. `name`: of its tiles. launch(plan)
 /// launches it.
-template <class Work, typename Product, typename Launch>
+template <class Work, typename Estimate, typename Launch>
 void offer_slices(Ways& ways, ExchangeMemory& exchange, const ProductShape& shape,
-                  const std::string& name_of_tiles, Product product, Launch launch) {
+                  const std::string& name_of_tiles, Estimate estimate, Launch launch) {
   using Tile = typename Work::Tile;
-  for (const SlicedPlan& plan : plan_slices<Work>(shape, product)) {
+  for (const SlicedPlan& plan : plan_slices<Work>(shape, estimate)) {
     const bool wanted = ways.offer(plan.microseconds, [&] {
       return Way{name_of_tiles + "; slices: " + std::to_string(plan.slices) +
                      "; of a cluster: " + std::to_string(Work::kSlicesOfCluster) +
@@ -402,25 +398,24 @@ void offer_slices(Ways& ways, ExchangeMemory& exchange, const ProductShape& shap
 
 template <class Tile>
 std::string name_of_tile() {
-  constexpr bool kTransposed = requires { Tile::kSumRows; };
   return "tile " + std::to_string(Tile::BM) + " x " + std::to_string(Tile::BN) +
-         (kTransposed ? ", transposed" : "") + (kIsOneRow<Tile> ? ", B read once" : "");
+         (kIsTransposed<Tile> ? ", transposed" : "") + (kIsOneRow<Tile> ? ", B read once" : "");
 }
 
 /// The ways to compute a product: the plans for each Tile. A plan's launch is
-/// launch.operator()<Tile>(plan). The strides are of A's and B's rows, in elements. in_boxes: only
-/// those in which all results leave in boxes.
+/// launch.operator()<Tile>(plan). The strides are of A's, B's and C's rows, in elements. in_boxes:
+/// only those in which all results leave in boxes.
 template <class... Tile>
 struct TileChoice {
   template <class Epilogue, typename Launch>
   static void offer(Ways& ways, ExchangeMemory& exchange, const ProductShape& shape,
-                    int64_t stride_a, int64_t stride_b, const Launch& launch,
+                    int64_t stride_a, int64_t stride_b, int64_t stride_c, const Launch& launch,
                     bool in_boxes = false) {
     const auto add_plans = [&]<class Each>() {
       using Work = MatrixProduct<Each, Epilogue>;
       if (!suits<Each>(shape) || (in_boxes && !leaves_in_boxes<Each>())) return;
-      const auto estimate = [&](double rounds, int clusters) {
-        return tile_microseconds<Each>(shape, stride_a, stride_b, rounds, clusters);
+      const auto estimate = [&](const Division& division) {
+        return tile_microseconds<Each>(shape, stride_a, stride_b, stride_c, division);
       };
       for (const ProductPlan& plan : plan_product<Work>(shape, estimate)) {
         offer_plan<Work>(

@@ -252,10 +252,7 @@ class Tf32Product {
     using Tile = With<PlainTf32Tile<kMath, kRows, kBesides>, kOneRow>;
     using Work = Tf32MatrixProduct<Tile>;
     if (!suits(kRows, kOneRow)) return;
-    const int steps = Schedule<Tile>(transposed(), 1, false).steps;
-    const auto estimate = [&](double rounds, int clusters) {
-      return microseconds_of<Tile>(rounds, steps, clusters);
-    };
+    const auto estimate = [&](const Division& division) { return microseconds_of<Tile>(division); };
     for (const ProductPlan& plan : plan_product<Work>(transposed(), estimate)) {
       offer_plan<Work>(
           ways, exchange_, transposed(), plan,
@@ -275,12 +272,9 @@ class Tf32Product {
     using Tile = With<PlainTf32Tile<kMath, kRows, 1>, kOneRow>;
     if (!suits(kRows, kOneRow)) return;
     using Work = SlicedProduct<Tf32MatrixProduct<Tile>, kOfCluster>;
-    const int steps = Schedule<Tile>(transposed(), 1, false).steps;
     product::offer_slices<Work>(
         ways, exchange_, transposed(), name_of<Tile>(),
-        [&](int clusters, int slices) {
-          return microseconds_of<Tile>(1, 1.0 * steps / slices, clusters);
-        },
+        [&](const Division& division) { return microseconds_of<Tile>(division); },
         [self = *this](const SlicedPlan& plan) {
           const Schedule<Tile> schedule(self.transposed(), plan.tiles * plan.slices, true);
           self.launch(Work{self.work(schedule, plan.clusters > 1), plan.clusters});
@@ -297,27 +291,30 @@ class Tf32Product {
   /// once more as two tiles. Between two steps a consumer splits B and adds up, which counts as so
   /// many further rows.
   template <class Tile>
-  double microseconds_of(double rounds, double steps, int clusters) const {
+  double microseconds_of(const Division& division) const {
     constexpr int kCols = Tile::BM, kRows = Tile::BN, kProducts = kSplit ? 3 : 1;
     constexpr double kBetween = kSplit ? 96 : 0;
-    const double elements = 1.0 * shape_.rows * shape_.depth + 1.0 * shape_.depth * shape_.cols +
-                            1.0 * shape_.rows * shape_.cols;
+    constexpr TileWork kWork = {.rows = kCols,  // of C^T
+                                .cols = kRows,
+                                .stack = Tile::kStack,
+                                .side = Tile::kSide,
+                                .transposed = false,
+                                .read_once = kIsOneRow<Tile>,
+                                .consumers = Tile::kConsumers,
+                                .multiplied = (1.0 * kProducts * kRows + kBetween) * kCols,
+                                .shared_lines = 2.0 * kCols + kRows * (kSplit ? 4.0 : 1.0) +
+                                                1.0 * kProducts * Tile::kConsumers * kRows,
+                                .fetched_a = 1.0 * kRows / Tile::kStack,
+                                .fetched_b = kCols};
+    constexpr const ProductCosts& kCosts = kSplit ? kSplitTf32Costs : kTf32Costs;
     double copied = 0;
     if (A_.copied) copied += 1.0 * shape_.rows * shape_.depth;
     if (B_.copied) copied += 1.0 * shape_.depth * shape_.cols;
     return product_microseconds(
-        {.rounds = rounds,
-         .steps = steps,
-         .rows = 1.0 * kProducts * kRows + kBetween,
-         .cols = kCols,
-         .shared_lines = 2.0 * kCols + kRows * (kSplit ? 4.0 : 1.0) +
-                         1.0 * kProducts * Tile::kConsumers * kRows,
-         .fetched_lines = fetched_for_a_line(4 * A_.stride) * kRows / Tile::kStack +
-                          fetched_for_a_line(4 * B_.stride) * kCols,
-         .blocks = 1.0 * clusters * Tile::kBlocks,
-         .multiprocessors = 1.0 * multiprocessors(),
-         .memory_bytes = 4 * elements + displaced_bytes(4 * elements, kIsOneRow<Tile>),
-         .more = copied > 0 ? kNextLaunch + 8 * copied / memory_rate() : 0});
+               kCosts, kWork,
+               kSplit ? step_factor(kWork, kSplitTf32Steps) : step_factor(kWork, kTf32Steps),
+               {shape_, 4, 4 * A_.stride, 4 * B_.stride, 4 * c_stride_}, division) +
+           (copied > 0 ? kCosts.copies + kCosts.copy * 8 * copied / memory_rate() : 0);
   }
 
   /// `shares`: sums go through memory.
