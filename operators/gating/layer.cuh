@@ -47,18 +47,20 @@ struct StoreGated {
   StoreRounded<half> out;
   const half *b1, *b2;
 
-  /// How long the layer should take with a tile, if a cluster has so many of them one after another.
-  /// `shape` is of x [W1 W2]; `again`: bytes that are read from memory once more. Of what goes from
-  /// and to memory two fifths are not hidden.
+  /// How long the layer should take with tiles that are so divided. `shape` is of x [W1 W2]. Of what
+  /// goes from and to memory two fifths are not hidden.
   template <class Tile>
-  static double microseconds(const ProductShape& shape, double rounds, double again) {
+  static double microseconds(const ProductShape& shape, const Division& division) {
+    constexpr TileWork kWork = work_of_tile<Tile>();
     const GatedTileCost cost = cost_of_tile(Tile::BM, Tile::BN);
     const double steps = ceil_div(shape.depth, static_cast<int>(kLine<half>));
     const double bytes =
         sizeof(half) * (1.0 * shape.rows * shape.depth + 1.0 * shape.depth * shape.cols +
-                        0.5 * shape.rows * shape.cols);
-    return 3.7 + (rounds * steps * cost.step + std::max(1.0, rounds) * cost.finish) / cycles() +
-           0.4 * (bytes + again) / memory_rate();
+                        0.5 * shape.rows * shape.cols) +
+        kHalfCosts.shared_reads * fetched_by_sharers(kWork, sizeof(half), shape.depth, division);
+    return 3.7 +
+           (division.rounds * steps * cost.step + division.finished * cost.finish) / cycles() +
+           0.4 * bytes / memory_rate() + handover_microseconds(kHalfCosts, kWork, division);
   }
 
 #if HOPPER_CODE

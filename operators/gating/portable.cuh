@@ -8,7 +8,7 @@
 //
 // Else the layer is a product by W1 and W2 side by side. Gate and value of an element are in one
 // thread, as on Hopper: of a warp's columns in a tile the first half are of W1, the others the same
-// columns of W2 (operators/product/mma_tiles.cuh).
+// columns of W2 (operators/product/portable/mma_tiles.cuh).
 #pragma once
 
 #include <algorithm>
@@ -17,7 +17,7 @@
 #include <vector>
 
 #include "operators/gating/resident.cuh"
-#include "operators/product/portable_half.cuh"
+#include "operators/product/portable/half.cuh"
 
 namespace operators::gating {
 

@@ -13,6 +13,8 @@
 
 namespace operators::product {
 
+using primitives::multiprocessors;
+
 /// What a block of a tile does in a step, and with its results. A line is 128 bytes.
 struct TileWork {
   int rows, cols, stack, side;  ///< of a tile; how many tiles a cluster has below and beside others
@@ -210,6 +212,25 @@ inline double together(double a, double b, double c, double d) {
   return std::cbrt(a * a * a + b * b * b + c * c * c + d * d * d);
 }
 
+/// Microseconds from the sums of a tile's pieces to their sum; 0 for whole tiles. The cluster that
+/// comes last reads one piece after another.
+inline double handover_microseconds(const ProductCosts& cost, const TileWork& tile,
+                                    const Division& division) {
+  if (division.pieces <= 1) return 0;
+  const double elements = 1.0 * tile.rows * tile.cols,
+               of_thread = elements / division.slices_of_cluster / tile.consumers / 128;
+  return cost.handover + (cost.piece + cost.piece_element * of_thread) * division.pieces +
+         cost.partial * elements / 1024 * division.clusters * tile.stack * tile.side /
+             multiprocessors();
+}
+
+/// Bytes that clusters fetch which share tiles in unequal parts, and so are nowhere at the same k.
+inline double fetched_by_sharers(const TileWork& tile, int element_bytes, int depth,
+                                 const Division& division) {
+  return division.shared * division.clusters *
+         (1.0 * tile.rows * tile.stack + 1.0 * tile.cols * tile.side) * depth * element_bytes;
+}
+
 /// Microseconds of a product of these tiles, whose rows are aligned.
 inline double product_microseconds(const ProductCosts& cost, const TileWork& tile, double factor,
                                    const ProductMatrices& of, const Division& division) {
@@ -242,14 +263,11 @@ inline double product_microseconds(const ProductCosts& cost, const TileWork& til
        division.finished * store) /
       cycles();
 
-  const double fetched_by_sharers = division.shared * division.clusters *
-                                    (1.0 * tile.rows * tile.stack + 1.0 * tile.cols * tile.side) *
-                                    shape.depth;
   const double memory =
-      of.element_bytes *
-      (cost.read * (1.0 * shape.rows * shape.depth + 1.0 * shape.depth * shape.cols) +
-       (cost.write + (narrow ? cost.write_narrow : 0)) * shape.rows * shape.cols +
-       cost.shared_reads * fetched_by_sharers) /
+      (of.element_bytes *
+           (cost.read * (1.0 * shape.rows * shape.depth + 1.0 * shape.depth * shape.cols) +
+            (cost.write + (narrow ? cost.write_narrow : 0)) * shape.rows * shape.cols) +
+       cost.shared_reads * fetched_by_sharers(tile, of.element_bytes, shape.depth, division)) /
       memory_rate();
 
   double more = cost.start - (tile.read_once ? cost.once : 0);
@@ -258,13 +276,8 @@ inline double product_microseconds(const ProductCosts& cost, const TileWork& til
           : of_cluster >= 4 ? cost.four
           : of_cluster >= 2 ? cost.pair
                             : 0;
-  more += cost.in_cluster * std::log2(division.slices_of_cluster);
-  if (division.pieces > 1) {
-    const double of_thread = elements / tile.consumers / 128;
-    more += cost.handover + (cost.piece + cost.piece_element * of_thread) * division.pieces +
-            cost.partial * tile.rows * tile.cols / 1024 * division.clusters * blocks /
-                multiprocessors();
-  }
+  more += cost.in_cluster * std::log2(division.slices_of_cluster) +
+          handover_microseconds(cost, tile, division);
   constexpr double kOverlap = 1.7;  // between a sum (1) and the longer one (infinity)
   return more + std::pow(std::pow(busy, kOverlap) + std::pow(memory, kOverlap), 1 / kOverlap);
 }

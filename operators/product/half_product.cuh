@@ -1,5 +1,5 @@
 // C = A B for any shape, in fp16 or bf16 with fp32 sums: on Hopper lesson 3's last kernel with tiles
-// that suit the shape; on other GPUs operators/product/portable_half.cuh.
+// that suit the shape; on other GPUs operators/product/portable/half.cuh.
 //
 //     A (rows x depth), B (depth x cols), C (rows x cols): T, row-major; dense, or with rows that
 //     are a multiple of 8 elements apart
@@ -32,7 +32,7 @@
 #include <vector>
 
 #include "operators/product/plan.cuh"
-#include "operators/product/portable_half.cuh"
+#include "operators/product/portable/half.cuh"
 
 namespace operators::product {
 

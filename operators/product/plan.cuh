@@ -415,7 +415,11 @@ struct TileChoice {
       using Work = MatrixProduct<Each, Epilogue>;
       if (!suits<Each>(shape) || (in_boxes && !leaves_in_boxes<Each>())) return;
       const auto estimate = [&](const Division& division) {
-        return tile_microseconds<Each>(shape, stride_a, stride_b, stride_c, division);
+        if constexpr (requires { Epilogue::template microseconds<Each>(shape, division); }) {
+          return Epilogue::template microseconds<Each>(shape, division);
+        } else {
+          return tile_microseconds<Each>(shape, stride_a, stride_b, stride_c, division);
+        }
       };
       for (const ProductPlan& plan : plan_product<Work>(shape, estimate)) {
         offer_plan<Work>(

@@ -10,7 +10,7 @@
 // rounds both on the way, or else the warps beside the thread that copies split A into two tiles,
 // and those that multiply split B. Where C has few tiles the product comes in slices (sliced.cuh),
 // and where A has few rows B is read once (OneRow). Where rows are not aligned to 16 bytes a kernel
-// first copies them into rows that are. On other GPUs the product is that of portable_tf32.cuh.
+// first copies them into rows that are. On other GPUs the product is that of portable/tf32.cuh.
 #pragma once
 
 #include <algorithm>
@@ -18,7 +18,7 @@
 #include <vector>
 
 #include "operators/product/plan.cuh"
-#include "operators/product/portable_tf32.cuh"
+#include "operators/product/portable/tf32.cuh"
 #include "operators/product/tf32.cuh"
 #include "operators/softmax/transposed_product.cuh"
 

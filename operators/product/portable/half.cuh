@@ -15,7 +15,7 @@
 
 #include "operators/estimate.h"
 #include "operators/operands.h"
-#include "operators/product/mma_tiles.cuh"
+#include "operators/product/portable/mma_tiles.cuh"
 #include "operators/product/plan.cuh"
 #include "operators/product/shape.h"
 
