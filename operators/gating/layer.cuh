@@ -175,9 +175,9 @@ class GatedProduct {
   Workspace workspace_;
 };
 
-/// The ways to compute the layer, of a shape that is at least 1 x 1 x 1, on Hopper or on another GPU
-/// from compute capability 8.0 on. No way where there are too many tiles to count. out must not
-/// overlap its inputs.
+/// The ways to compute the layer, of a shape that is at least 1 x 1 x 1, on Hopper or on another
+/// GPU from compute capability 8.0 on. No way where there are too many tiles to count. out must
+/// not overlap its inputs.
 class GatedLayer {
  public:
   GatedLayer(const Workspace& workspace, const GatingMemory& memory, const GatingShape& shape) {

@@ -105,8 +105,8 @@ __global__ void __launch_bounds__(Tile::kThreads, 1)
 
   const int tiles = (in.M + kRows - 1) / kRows, stride = gridDim.x * Tile::kWarps;
   const auto copy = [&](int64_t tile, half* stage) {
-    // Four rows of 64 columns at a time. Four rows further on, bit 2 of the row differs, and so does
-    // bit 5 of where a piece lies.
+    // Four rows of 64 columns at a time. Four rows further on, bit 2 of the row differs, and so
+    // does bit 5 of where a piece lies.
     const int row = lane / 8, col = lane % 8 * 8;
     const int rows = static_cast<int>(min(in.M - tile * kRows, int64_t{kRows})) - row;
     for (int c = 0; c < depth && tile < tiles; c += 64) {
@@ -276,9 +276,9 @@ class PortableGatedLayer {
            Tile::kThreads, bytes, workspace_.stream>>>(of);
   }
 
-  /// Not fitted yet: counted from what lesson 6's *resident weights* takes on an H100. Of each 16 of
-  /// the depth a warp loads the weights of a panel once for its rows, so that few rows ask much of
-  /// shared memory.
+  /// Not fitted yet: counted from what lesson 6's *resident weights* takes on an H100. Of each 16
+  /// of the depth a warp loads the weights of a panel once for its rows, so that few rows ask much
+  /// of shared memory.
   template <class Tile>
   double microseconds(int64_t depth, int64_t own, int64_t beside) const {
     constexpr double kRate = (Tile::kRows == 32 ? 800 : 500) * (Tile::kWarps == 8 ? 1 : 0.6);

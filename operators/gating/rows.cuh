@@ -18,13 +18,13 @@ namespace operators::gating {
 
 using namespace primitives;
 
-#if HOPPER_CODE
 /// sigmoid(gate) * value, in 5 instructions. The two that approximate, ex2 and rcp, are wrong by 2
 /// units in the last place of fp32 at most, and have 0 for what would be denormal.
 __device__ inline float gated(float gate, float value) {
   return value * reciprocal_approximate(1 + exp2_approximate(-1.44269504f * gate));
 }
 
+#if HOPPER_CODE
 // ---- the weights --------------------------------------------------------------------------------
 
 /// A block's columns of both weights in shared memory, in panels of kWidth columns of out. In each

@@ -1,5 +1,5 @@
-// C = A B for any shape, in fp16 or bf16 with fp32 sums: on Hopper lesson 3's last kernel with tiles
-// that suit the shape; on other GPUs operators/product/portable/half.cuh.
+// C = A B for any shape, in fp16 or bf16 with fp32 sums: on Hopper lesson 3's last kernel with
+// tiles that suit the shape; on other GPUs operators/product/portable/half.cuh.
 //
 //     A (rows x depth), B (depth x cols), C (rows x cols): T, row-major; dense, or with rows that
 //     are a multiple of 8 elements apart
@@ -37,8 +37,8 @@
 namespace operators::product {
 
 /// The ways to compute the product of A and B, of a shape that is at least 1 x 1 x 1. T: half or
-/// __nv_bfloat16. On Hopper those of product.cuh; on other GPUs from compute capability 8.0 on those
-/// of mma_tiles.cuh. C must not overlap A or B.
+/// __nv_bfloat16. On Hopper those of product.cuh; on other GPUs from compute capability 8.0 on
+/// those of mma_tiles.cuh. C must not overlap A or B.
 template <typename T>
 class HalfProduct {
  public:

@@ -409,8 +409,42 @@ print(library.fk_last_error().decode())
     assert said == "the product in TF32 needs a GPU of compute capability 8.0 or newer; this one has 7.5\n"
 
 
+# In fp16 and bf16: those from above; a depth that is cut into slices; rows for several tiles of each warp, and columns
+# for several panels.
+HALVES = [
+    *((kind, options) for kind, options in CALLS
+      if kind is Gated or kind is Product and options.get("type", FLOAT16) in (FLOAT16, BFLOAT16)),
+    *((Product, dict(rows=20, cols=24, depth=1100, type=kind)) for kind in (FLOAT16, BFLOAT16)),
+    (Product, dict(rows=150, cols=264, depth=72)),
+    (Gated, dict(rows=500, inputs=40, hidden=16)),
+    (Gated, dict(rows=300, inputs=13, hidden=72, x_stride=16)),
+    (Gated, dict(rows=20, inputs=1032, hidden=16)),
+]
+
+
+@pytest.mark.parametrize("capability, taken_for", [
+    ("8.0", ""), ("8.6", ""), ("8.9", ""), ("12.0", ""), ("9.0", "8.0"), ("9.0", "8.6"),
+])
+def test_halves_on_other_gpus(capability, taken_for):
+    """By mma.sync, as the way says; and the gradients of the gated layer, which the same products compute."""
+    said = run_as_another_gpu(capability, """
+from test_library import HALVES
+from test_library_gradients import GatedBackward
+for kind, options in HALVES:
+    kind(library, **options).run_twice()
+    assert b"mma.sync" in library.fk_last_way()
+for rows, inputs, hidden, strides in ((1, 1, 1, (0, 0)), (65, 7, 9, (0, 0)), (33, 65, 130, (0, 0)),
+                                      (70, 24, 40, (0, 0)), (24, 40, 36, (56, 88))):
+    GatedBackward(library, rows=rows, inputs=inputs, hidden=hidden, x_stride=strides[0],
+                  out_stride=strides[1]).run_twice()
+print(len(HALVES), "are right")
+""", FUSED_KERNELS_CAPABILITY=taken_for)
+    assert said == f"{len(HALVES)} are right\n"
+
+
 SAYS_WAYS = """
-for kind, options in BY_TENSOR_CORES:
+from test_library import HALVES
+for kind, options in BY_TENSOR_CORES + HALVES:
     kind(library, **options).run_twice()
     print(library.fk_last_way().decode())
 """

@@ -48,6 +48,21 @@ def test_product_shapes(sizes, multiprocessors, monkeypatch):
                                                                         "bf16"}
 
 
+@pytest.mark.parametrize("capability", ["8.0", "8.6"])
+@pytest.mark.parametrize("program, sizes, ways", [
+    ("product_shapes", "33 72 41", "fp16, mma.sync"), ("product_shapes", "257 136 520", "fp16, mma.sync"),
+    ("product_shapes", "20 40 2100", "slices"), ("gating_shapes", "65 7 9", "rows copied"),
+    ("gating_shapes", "500 64 72", "resident"), ("gating_shapes", "300 128 64", "resident"),
+    ("gating_shapes", "70 512 96", "slices"),
+])
+def test_all_ways_without_hopper_are_right(capability, program, sizes, ways, monkeypatch):
+    """Also where blocks have less shared memory."""
+    monkeypatch.setenv("CUDA_CPU_COMPUTE_CAPABILITY", capability)
+    monkeypatch.setenv("CUDA_CPU_MULTIPROCESSORS", "8" if program == "product_shapes" else "3")
+    result = run_program(TESTS / program, *sizes.split())
+    assert result.returncode == 0 and result.stdout.count(ways) > 1, result.stdout + result.stderr
+
+
 def test_all_ways_of_a_product_are_right():
     result = run_program(TESTS / "product_shapes", "130", "72", "64")
     assert result.returncode == 0 and result.stdout.count("\n") > 75, result.stdout + result.stderr

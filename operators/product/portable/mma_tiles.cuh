@@ -137,14 +137,13 @@ __device__ __forceinline__ void multiply_steps(T* stages, Copies& copies, int st
   }
   copy_async_wait<kStages - 2>();
   __syncthreads();
-  const T* reading = stages;
-  T* writing = stages + (kStages - 1) * Tile::kStage;
-  T* const end = stages + kStages * Tile::kStage;
+  // Where the stages are that are read and filled, in elements.
+  int reading = 0, writing = (kStages - 1) * Tile::kStage;
 
   unsigned a[2][4], b[2][kCols][4];
-  ldmatrix_x4(a[0], reading + a_lane);
+  ldmatrix_x4(a[0], stages + reading + a_lane);
 #pragma unroll
-  for (int j = 0; j < kCols; ++j) ldmatrix_x4_trans(b[0][j], reading + (b_lane ^ 16 * j));
+  for (int j = 0; j < kCols; ++j) ldmatrix_x4_trans(b[0][j], stages + reading + (b_lane ^ 16 * j));
   for (int step = 0; step < steps; ++step) {
 #pragma unroll
     for (int k = 0; k < BK; k += 16) {
@@ -153,28 +152,29 @@ __device__ __forceinline__ void multiply_steps(T* stages, Copies& copies, int st
       const int from_row = turns ? kTurn : 0;  // the first that loads of the next 16
 #pragma unroll
       for (int i = 0; i < kRows; ++i) {
-        if (i + 1 < kRows) ldmatrix_x4(a[(i + 1) % 2], reading + (a_lane ^ k) + (i + 1) * 16 * BK);
+        if (i + 1 < kRows)
+          ldmatrix_x4(a[(i + 1) % 2], stages + reading + (a_lane ^ k) + (i + 1) * 16 * BK);
         if (turns && i == kTurn) {  // after the last step: loaded, but never used
           copy_async_wait<kStages - 2>();
           __syncthreads();
           reading += Tile::kStage;
-          if (reading == end) reading = stages;
+          if (reading == kStages * Tile::kStage) reading = 0;
         }
-        if (i + 1 == kRows) ldmatrix_x4(a[(i + 1) % 2], reading + (a_lane ^ next_k));
+        if (i + 1 == kRows) ldmatrix_x4(a[(i + 1) % 2], stages + reading + (a_lane ^ next_k));
         if (i >= from_row) {
           constexpr int kAll = kCols;
           const int rows = kRows - from_row, at = i - from_row;
 #pragma unroll
           for (int j = 0; j < kAll; ++j) {
             if (j * rows / kAll != at) continue;
-            ldmatrix_x4_trans(b[1 - now][j], reading + (b_lane ^ 16 * j) + next_k * BN);
+            ldmatrix_x4_trans(b[1 - now][j], stages + reading + (b_lane ^ 16 * j) + next_k * BN);
           }
         }
         if (k == 0 && i == 0) {
-          if (step + kStages - 1 < steps) copies.start(writing);
+          if (step + kStages - 1 < steps) copies.start(stages + writing);
           copy_async_commit();
           writing += Tile::kStage;
-          if (writing == end) writing = stages;
+          if (writing == kStages * Tile::kStage) writing = 0;
         }
 #pragma unroll
         for (int forth = 0; forth < 2 * kCols; ++forth) {
