@@ -18,7 +18,8 @@ template <Pass kPass>
 class PortableDiffusion {
  public:
   /// Large tiles of the first product read less; of small ones there are more, so that fewer slices
-  /// fill the GPU. Large ones are for slices of more than 16 steps. A wide tile of the second one wants 96 KB of shared memory for E = 128.
+  /// fill the GPU. Large ones are for slices of more than 16 steps. A wide tile of the second one
+  /// wants 96 KB of shared memory for E = 128.
   PortableDiffusion(const Workspace& workspace, std::function<DiffusionOperands()> operands,
                     DiffusionShape shape)
       : workspace_(workspace), operands_(std::move(operands)), shape_(shape) {

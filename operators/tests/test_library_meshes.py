@@ -301,7 +301,7 @@ for kind in (Diffusion, DiffusionBackward):
     run(kind, vertices=up_to(100), eigen=up_to(16, 8), width=64 + up_to(8, 8))
     run(kind, vertices=up_to(20), eigen=128 + up_to(16, 8), width=up_to(9, 8))
     run(kind, vertices=up_to(50), eigen=up_to(8, 8), width=up_to(4, 8), meshes=1 + up_to(5))
-    run(kind, vertices=9000 + up_to(100), eigen=8, width=8)
+    run(kind, vertices=16400 + up_to(100), eigen=8, width=8)
 for kind in (GradientFeatures, GradientFeaturesBackward):
     run(kind, vertices=up_to(150), eigen=up_to(8, 8), width=up_to(5, 8))
     run(kind, vertices=up_to(30), eigen=64 + up_to(8, 8), width=up_to(9, 8))
