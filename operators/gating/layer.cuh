@@ -47,8 +47,8 @@ struct StoreGated {
   StoreRounded<half> out;
   const half *b1, *b2;
 
-  /// How long the layer should take with tiles that are so divided. `shape` is of x [W1 W2]. Of what
-  /// goes from and to memory two fifths are not hidden.
+  /// How long the layer should take with tiles that are so divided. `shape` is of x [W1 W2]. Of
+  /// what goes from and to memory two fifths are not hidden.
   template <class Tile>
   static double microseconds(const ProductShape& shape, const Division& division) {
     constexpr TileWork kWork = work_of_tile<Tile>();

@@ -434,8 +434,8 @@ struct StoreRounded {
 };
 
 /// What clusters tell each other. *pace and ended[] are 0 before the first launch and after every
-/// launch. Of tiles that are shared each of a cluster's consumers has an element of ended[] for each
-/// tile, and one of partial[] for each place of a piece (Sharers).
+/// launch. Of tiles that are shared each of a cluster's consumers has an element of ended[] for
+/// each tile, and one of partial[] for each place of a piece (Sharers).
 struct Exchange {
   unsigned* pace;   ///< null: clusters do not keep in step
   unsigned* ended;  ///< how many pieces of a tile are in memory
@@ -467,8 +467,8 @@ __device__ void add_sum(TileSum& sum, const float4* from) {
 
 /// A tile that several clusters share is finished by the one that comes last: it adds up what the
 /// others have left in memory. So nobody waits for another cluster, and this is also right where
-/// other launches share the device. Sums are added in the order of the clusters, so that each launch
-/// gives the same bits; of two numbers the order does not matter. A consumer takes over from
+/// other launches share the device. Sums are added in the order of the clusters, so that each
+/// launch gives the same bits; of two numbers the order does not matter. A consumer takes over from
 /// those at the same place in other clusters, and each of its threads from the same thread.
 struct Handover {
   const Exchange& exchange;
