@@ -719,8 +719,7 @@ struct WeightTransposer {
 };
 
 // What comes before the product: the first `plane_blocks` blocks make planes, a unit a warp, the
-// others transpose weights. One of them sets the counters to 0 by which the blocks of the product
-// wait for each other.
+// others transpose weights. One of them sets the counters of the product to 0.
 template <typename A>
 __global__ void __launch_bounds__(128, A::kBlades > 4 ? 5 : 8)
     make_ready(const __grid_constant__ PlaneMaker<A> maker, int plane_blocks,
@@ -824,10 +823,6 @@ struct TileOrder {
   struct Place {
     int row, blade, col;  // the first row and feature
   };
-  // Tiles are numbered by rows of tiles, in such a row by blades, the longer ones first, and then
-  // by columns. With the longest first these are two lists, one after the other: that of the longer
-  // blades, and that of the scalar and the last blade. Row by row, `shift` gives the short tiles to
-  // other clusters: after every two rounds a row begins two blades later.
   __host__ __device__ Place place(int tile) const {
     const int all_long = by_rows ? 0 : row_tiles * cols * longer();
     const bool is_long = tile < all_long;
@@ -838,8 +833,7 @@ struct TileOrder {
     return {tile / of_row * tile_rows, i < longer() ? i + 1 : (i - longer()) * (blades - 1),
             at % cols * tile_cols};
   }
-  // Whether all tiles of a row and a grade are of one round. They have neighbouring numbers, so the
-  // first and the last one of them decide.
+  // Whether all tiles of a row and a grade are of one round.
   __host__ __device__ bool together(int row, int c) const {
     if (by_rows) return true;
     row /= tile_rows;
@@ -852,8 +846,6 @@ struct TileOrder {
   }
 };
 
-// When a sum is there, it still has to be divided by its row's rms.
-//
 // The norm of a row is over all features and over the blades of a grade. These are in tiles of
 // several clusters. If all of these tiles are of one round, a warpgroup keeps its sums of z in
 // registers, leaves its rows' sums of squares in memory, counts itself, and waits until all tiles
@@ -895,8 +887,6 @@ struct Norm {
     float* const from =
         squares + static_cast<size_t>(first) * tiles.cols * chunk.pitch + row + Sum<kCols>::row(0);
     if (all > 1) {
-      // Leaves its own sums, counts itself, waits for the others, and adds up all sums, always in
-      // the same order.
       if (lane < 2) {
         from[static_cast<size_t>(own) * chunk.pitch + 8 * lane] = lane == 0 ? sums[0] : sums[1];
       }
