@@ -228,7 +228,7 @@ __global__ void __launch_bounds__(Tile::kThreads)
   for (int64_t tile = blockIdx.x; tile < tiles; tile += gridDim.x) {
     const int step = ahead.next();
     const int64_t v0 = tile * kV + warp_v;
-    bf16 mass[kWarpV / 8];  // asked for before the products, needed after them
+    bf16 mass[kWarpV / 8] = {};  // asked for before the products, needed after them
     if constexpr (kPass == Pass::backward) {
 #pragma unroll
       for (int i = 0; i < kWarpV / 8; ++i) {

@@ -402,6 +402,12 @@ std::string name_of_tile() {
          (kIsTransposed<Tile> ? ", transposed" : "") + (kIsOneRow<Tile> ? ", B read once" : "");
 }
 
+/// An epilogue that says how long a product with it should take in a Tile.
+template <class Epilogue, class Tile>
+concept HasEstimate = requires(const ProductShape& shape, const Division& division) {
+  Epilogue::template microseconds<Tile>(shape, division);
+};
+
 /// The ways to compute a product: the plans for each Tile. A plan's launch is
 /// launch.operator()<Tile>(plan). The strides are of A's, B's and C's rows, in elements. in_boxes:
 /// only those in which all results leave in boxes.
@@ -415,7 +421,7 @@ struct TileChoice {
       using Work = MatrixProduct<Each, Epilogue>;
       if (!suits<Each>(shape) || (in_boxes && !leaves_in_boxes<Each>())) return;
       const auto estimate = [&](const Division& division) {
-        if constexpr (requires { Epilogue::template microseconds<Each>(shape, division); }) {
+        if constexpr (HasEstimate<Epilogue, Each>) {
           return Epilogue::template microseconds<Each>(shape, division);
         } else {
           return tile_microseconds<Each>(shape, stride_a, stride_b, stride_c, division);
