@@ -3,10 +3,10 @@
 //
 // Clusters that share a tile leave their sums in memory, and the last one adds alone (Handover).
 // The more there are, the longer the others are idle. So here the blocks of a cluster have slices:
-// 2 or 4 of them, one after another along k. They start together, so they may wait for each other. When
-// all have multiplied, each sends every other one its columns of the sum, through shared memory.
-// Each adds up a part of the columns, and runs the epilogue for it. Where that is not enough,
-// several such clusters leave what they have in memory.
+// 2 or 4 of them, one after another along k. They start together, so they may wait for each other.
+// When all have multiplied, each sends every other one its columns of the sum, through shared
+// memory. Each adds up a part of the columns, and runs the epilogue for it. Where that is not
+// enough, several such clusters leave what they have in memory.
 //
 // Blocks that have the same slice may also share what they copy, as those of a Tile with several
 // blocks do. Then a cluster has these blocks once for each slice. For example, with 2 slices of a

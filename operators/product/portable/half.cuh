@@ -15,8 +15,8 @@
 
 #include "operators/estimate.h"
 #include "operators/operands.h"
-#include "operators/product/portable/mma_tiles.cuh"
 #include "operators/product/plan.cuh"
+#include "operators/product/portable/mma_tiles.cuh"
 #include "operators/product/shape.h"
 
 namespace operators::product {
