@@ -402,11 +402,16 @@ std::string name_of_tile() {
          (kIsTransposed<Tile> ? ", transposed" : "") + (kIsOneRow<Tile> ? ", B read once" : "");
 }
 
-/// An epilogue that says how long a product with it should take in a Tile.
-template <class Epilogue, class Tile>
-concept HasEstimate = requires(const ProductShape& shape, const Division& division) {
-  Epilogue::template microseconds<Tile>(shape, division);
-};
+/// tile_microseconds(), or what the epilogue says of a product with it.
+template <class Tile, class Epilogue>
+double microseconds_with(const ProductShape& shape, int64_t stride_a, int64_t stride_b,
+                         int64_t stride_c, const Division& division) {
+  if constexpr (requires { Epilogue::template microseconds<Tile>(shape, division); }) {
+    return Epilogue::template microseconds<Tile>(shape, division);
+  } else {
+    return tile_microseconds<Tile>(shape, stride_a, stride_b, stride_c, division);
+  }
+}
 
 /// The ways to compute a product: the plans for each Tile. A plan's launch is
 /// launch.operator()<Tile>(plan). The strides are of A's, B's and C's rows, in elements. in_boxes:
@@ -421,11 +426,7 @@ struct TileChoice {
       using Work = MatrixProduct<Each, Epilogue>;
       if (!suits<Each>(shape) || (in_boxes && !leaves_in_boxes<Each>())) return;
       const auto estimate = [&](const Division& division) {
-        if constexpr (HasEstimate<Epilogue, Each>) {
-          return Epilogue::template microseconds<Each>(shape, division);
-        } else {
-          return tile_microseconds<Each>(shape, stride_a, stride_b, stride_c, division);
-        }
+        return microseconds_with<Each, Epilogue>(shape, stride_a, stride_b, stride_c, division);
       };
       for (const ProductPlan& plan : plan_product<Work>(shape, estimate)) {
         offer_plan<Work>(
