@@ -295,6 +295,8 @@ RUNS = {
         # panels and with a last slice of x that is not whole; columns divided among blocks.
         (("1", "--channels", "128", "--kernel", "^operator"), 2),
         (("1", "--channels", "264", "--hidden", "120", "--kernel", "^operator"), 2),
+        (("3", "--channels", "200", "--hidden", "72", "--kernel", "^operator"), 2),
+        (("2", "--channels", "256", "--hidden", "128", "--kernel", "^operator"), 2),
         (("2", "--channels", "104", "--hidden", "128", "--kernel", "^operator"), 2),
         (("1", "--channels", "39", "--hidden", "261", "--kernel", "^operator"), 4),
         # Panels by threads, of one block and of several; teams with boxes of x and of out.
