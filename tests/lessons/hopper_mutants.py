@@ -296,14 +296,14 @@ RUNS = {
         (("1", "--channels", "128", "--kernel", "^operator"), 2),
         (("1", "--channels", "264", "--hidden", "120", "--kernel", "^operator"), 2),
         (("3", "--channels", "200", "--hidden", "72", "--kernel", "^operator"), 2),
-        (("2", "--channels", "256", "--hidden", "128", "--kernel", "^operator"), 2),
         (("2", "--channels", "104", "--hidden", "128", "--kernel", "^operator"), 2),
         (("1", "--channels", "39", "--hidden", "261", "--kernel", "^operator"), 4),
         # Panels by threads, of one block and of several; teams with boxes of x and of out.
         (("2", "--channels", "40", "--hidden", "500", "--kernel", "^operator"), 2),
         (("2", "--channels", "128", "--hidden", "255", "--kernel", "^operator"), 4),
         (("1", "--channels", "96", "--hidden", "200", "--kernel", "^operator"), 2),
-        # A team that has fewer stages than a tile.
+        # A team that shares the rows of out; one that has fewer stages than a tile.
+        (("2", "--channels", "160", "--hidden", "100", "--kernel", "^operator"), 2),
         (("2", "--channels", "264", "--hidden", "104", "--kernel", "^operator"), 2),
         (("2", "--channels", "184", "--hidden", "203", "--kernel", "^operator"), 4),
     ],
