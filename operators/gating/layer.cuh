@@ -156,7 +156,7 @@ class GatedProduct {
                     {rounded_to<half>(memory_.out, x_.rows, W1_.cols, 64, memory_.out_stride),
                      memory_.b1, memory_.b2},
                     Schedule<Tile>(shape_, plan.clusters, plan.shares),
-                    exchange_.exchange<half>(shape_, plan.shares)};
+                    exchange_.in_step<half>(shape_, plan.shares)};
     const RowCopies<half, 3> copies{x_.job(), W1_.job(), W2_.job()};
     const bool copied = copies.blocks().x > 0;
     const bool early = copied || work.exchange.ended;  // after copies, or zeros

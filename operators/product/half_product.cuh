@@ -114,7 +114,7 @@ class HalfProduct {
   template <class Tile>
   void launch(const ProductPlan& plan) const {
     launch(work<Tile>(Schedule<Tile>(shape_, plan.clusters, plan.shares),
-                      exchange_.template exchange<T>(shape_, plan.shares)));
+                      exchange_.template in_step<T>(shape_, plan.shares)));
   }
   template <class Work>
   void launch(const Work& work) const {
@@ -134,8 +134,7 @@ class HalfProduct {
         },
         [self = *this](const SlicedPlan& plan) {
           const Schedule<Tile> schedule(self.shape_, plan.tiles * plan.slices, true);
-          auto exchange = self.exchange_.template exchange<T>(self.shape_, plan.clusters > 1);
-          exchange.pace = nullptr;
+          const Exchange exchange = self.exchange_.exchange(plan.clusters > 1);
           self.launch(
               Work{self.template work<Tile, kOfCluster>(schedule, exchange), plan.clusters});
         });

@@ -6,6 +6,7 @@
 #include <cmath>
 #include <limits>
 #include <memory>
+#include <optional>
 #include <string>
 #include <vector>
 
@@ -149,15 +150,12 @@ constexpr bool leaves_in_boxes() {
   return Tile::BN % kBoxCols == 0;
 }
 
-/// The memory for an Exchange. What shared tiles need is known when all ways have been offered.
-class ExchangeMemory {
+/// The memory for sums that go through it. How much that is is known when all ways have been
+/// offered.
+class SharedSums {
  public:
-  explicit ExchangeMemory(const Workspace& workspace)
-      : all_ways_(workspace.all_ways),
-        l2_bytes_(device_attribute(cudaDevAttrL2CacheSize)),
-        memory_(std::make_shared<Allocated>(Allocated{
-            workspace.zeros<unsigned>(1), workspace.zeros<unsigned>(1), workspace.any<float>(1)})) {
-  }
+  explicit SharedSums(const Workspace& workspace)
+      : all_ways_(workspace.all_ways), memory_(std::make_shared<Allocated>()) {}
 
   /// For a way that is wanted, in place of all before it if only one is.
   void needs(size_t counts, size_t floats) {
@@ -171,26 +169,43 @@ class ExchangeMemory {
     memory_->partial = workspace.any<float>(floats_);
   }
 
-  /// For launches. Clusters keep in step where the L2 cache does not hold what a square of 2048
-  /// rows and as many columns reads. (They wait for each other only so long, whether all of them
-  /// run or not.) `shares`: tiles are shared. What a launch does not need it does not ask for:
-  /// zeros would have to be written.
-  template <typename T>
-  Exchange exchange(const ProductShape& shape, bool shares) const {
-    const bool in_step = int64_t{2 * 2048 * sizeof(T)} * shape.depth > l2_bytes_;
-    return {in_step ? memory_->pace.data() : nullptr, shares ? memory_->ended.data() : nullptr,
-            shares ? memory_->partial.data() : nullptr};
+  /// For launches. `shares`: sums go through memory. What a launch does not need it does not ask
+  /// for: zeros would have to be written.
+  Exchange exchange(bool shares) const {
+    if (!shares) return {};
+    return {nullptr, memory_->ended->data(), memory_->partial->data()};
   }
 
  private:
   struct Allocated {
-    Memory<unsigned> pace, ended;
-    Memory<float> partial;
+    std::optional<Memory<unsigned>> ended;
+    std::optional<Memory<float>> partial;
   };
   bool all_ways_;
-  int64_t l2_bytes_;
   size_t counts_ = 0, floats_ = 0;
   std::shared_ptr<Allocated> memory_;
+};
+
+/// The same, and the count by which clusters keep in step: where the L2 cache does not hold what a
+/// square of 2048 rows and as many columns reads. (They wait for each other only so long, whether
+/// all of them run or not.)
+class ExchangeMemory : public SharedSums {
+ public:
+  explicit ExchangeMemory(const Workspace& workspace)
+      : SharedSums(workspace),
+        l2_bytes_(device_attribute(cudaDevAttrL2CacheSize)),
+        pace_(workspace.zeros<unsigned>(1)) {}
+
+  template <typename T>
+  Exchange in_step(const ProductShape& shape, bool shares) const {
+    Exchange all = exchange(shares);
+    if (int64_t{2 * 2048 * sizeof(T)} * shape.depth > l2_bytes_) all.pace = pace_;
+    return all;
+  }
+
+ private:
+  int64_t l2_bytes_;
+  Memory<unsigned> pace_;
 };
 
 /// How many clusters of a product's kernel the current device holds: found once a device.
@@ -293,36 +308,37 @@ std::vector<ProductPlan> plan_product(const ProductShape& shape, Estimate estima
   const int tiles = whole.tiles, clusters = static_cast<int>(persistent(tiles, capacity));
   std::vector<ProductPlan> plans = {
       {clusters, false, estimate(Division{clusters, 1.0 * whole.rounds, 1.0 * whole.rounds})}};
-  const auto add = [&](int of_clusters, double pieces, bool equal) {
+  const auto shared_by = [&](int of_clusters, double pieces, bool equal) {
     const Schedule<Tile> shared(shape, of_clusters, true);
-    if (shared.shared == 0 || int64_t{tiles} * whole.steps < int64_t{kLeastSteps} * of_clusters) {
-      return false;
+    std::optional<ProductPlan> plan;
+    if (shared.shared > 0 && int64_t{tiles} * whole.steps >= int64_t{kLeastSteps} * of_clusters) {
+      const double rounds = 1.0 * tiles / of_clusters;
+      plan = {of_clusters, true,
+              estimate(Division{of_clusters, rounds, std::max(1.0, std::floor(rounds)),
+                                equal ? 0 : rounds - shared.rounds, pieces})};
     }
-    const double rounds = 1.0 * tiles / of_clusters;
-    const Division division{of_clusters, rounds, std::max(1.0, std::floor(rounds)),
-                            equal ? 0 : rounds - shared.rounds, pieces};
-    plans.push_back({of_clusters, true, estimate(division)});
-    return true;
+    return plan;
   };
-  if (capacity % tiles != 0)
-    add(capacity, tiles > capacity ? 2 : 1 + std::ceil(1.0 * capacity / tiles), false);
-  // Slices of equal sizes: so many as suit best. More of them are added up for longer.
-  for (int slices = 2; slices <= capacity / tiles && add(tiles * slices, slices, true); ++slices) {
-    const size_t last = plans.size() - 1;
-    if (slices == 2) continue;
-    const bool better = plans[last].microseconds < plans[last - 1].microseconds;
-    plans.erase(plans.end() - (better ? 2 : 1));
-    if (!better) break;
+  if (capacity % tiles != 0) {
+    const double pieces = tiles > capacity ? 2 : 1 + std::ceil(1.0 * capacity / tiles);
+    if (const auto plan = shared_by(capacity, pieces, false)) plans.push_back(*plan);
   }
+  // Slices of equal sizes: so many as suit best. More of them are added up for longer.
+  std::optional<ProductPlan> best;
+  for (int slices = 2; slices <= capacity / tiles; ++slices) {
+    const auto plan = shared_by(tiles * slices, slices, true);
+    if (!plan || (best && plan->microseconds >= best->microseconds)) break;
+    best = plan;
+  }
+  if (best) plans.push_back(*best);
   return plans;
 }
 
 /// Offers a plan of a Work of tiles with this name. launch(plan) launches it. `copies` says what is
 /// copied before.
 template <class Work, typename Launch>
-void offer_plan(Ways& ways, ExchangeMemory& exchange, const ProductShape& shape,
-                const ProductPlan& plan, const std::string& name, Launch launch,
-                const std::string& copies = {}) {
+void offer_plan(Ways& ways, SharedSums& sums, const ProductShape& shape, const ProductPlan& plan,
+                const std::string& name, Launch launch, const std::string& copies = {}) {
   using Tile = typename Work::Tile;
   const Schedule<Tile> schedule(shape, plan.clusters, plan.shares);
   const bool wanted = ways.offer(plan.microseconds, [&] {
@@ -338,8 +354,8 @@ void offer_plan(Ways& ways, ExchangeMemory& exchange, const ProductShape& shape,
   if (!wanted) return;
   const size_t consumers = kClusterBlocks<Work> * Tile::kConsumers;
   const size_t places = size_t{2} * plan.clusters;
-  exchange.needs(plan.shares ? schedule.shared * consumers : 0,
-                 plan.shares ? places * consumers * 128 * Work::Sum::size() : 0);
+  sums.needs(plan.shares ? schedule.shared * consumers : 0,
+             plan.shares ? places * consumers * 128 * Work::Sum::size() : 0);
 }
 
 /// How a product is computed in slices of clusters: how many clusters a tile has; in how many
@@ -377,7 +393,7 @@ std::vector<SlicedPlan> plan_slices(const ProductShape& shape, Estimate estimate
 /// Offers the way in slices of a SlicedProduct, if there is one. `name`: of its tiles. launch(plan)
 /// launches it.
 template <class Work, typename Estimate, typename Launch>
-void offer_slices(Ways& ways, ExchangeMemory& exchange, const ProductShape& shape,
+void offer_slices(Ways& ways, SharedSums& sums, const ProductShape& shape,
                   const std::string& name_of_tiles, Estimate estimate, Launch launch) {
   using Tile = typename Work::Tile;
   for (const SlicedPlan& plan : plan_slices<Work>(shape, estimate)) {
@@ -391,8 +407,8 @@ void offer_slices(Ways& ways, ExchangeMemory& exchange, const ProductShape& shap
     if (!wanted) continue;
     const bool in_memory = plan.clusters > 1;
     const size_t consumers = size_t{kClusterBlocks<Work>} * Tile::kConsumers * plan.tiles;
-    exchange.needs(in_memory ? consumers : 0,
-                   in_memory ? consumers * plan.clusters * 128 * Work::Part::size() : 0);
+    sums.needs(in_memory ? consumers : 0,
+               in_memory ? consumers * plan.clusters * 128 * Work::Part::size() : 0);
   }
 }
 
@@ -419,8 +435,8 @@ double microseconds_with(const ProductShape& shape, int64_t stride_a, int64_t st
 template <class... Tile>
 struct TileChoice {
   template <class Epilogue, typename Launch>
-  static void offer(Ways& ways, ExchangeMemory& exchange, const ProductShape& shape,
-                    int64_t stride_a, int64_t stride_b, int64_t stride_c, const Launch& launch,
+  static void offer(Ways& ways, SharedSums& sums, const ProductShape& shape, int64_t stride_a,
+                    int64_t stride_b, int64_t stride_c, const Launch& launch,
                     bool in_boxes = false) {
     const auto add_plans = [&]<class Each>() {
       using Work = MatrixProduct<Each, Epilogue>;
@@ -430,7 +446,7 @@ struct TileChoice {
       };
       for (const ProductPlan& plan : plan_product<Work>(shape, estimate)) {
         offer_plan<Work>(
-            ways, exchange, shape, plan, name_of<Each>(),
+            ways, sums, shape, plan, name_of<Each>(),
             [launch](const ProductPlan& chosen) { launch.template operator()<Each>(chosen); });
       }
     };

@@ -208,7 +208,7 @@ class Tf32Product {
         B_(workspace, B, shape.depth, shape.cols, strides.b),
         C_(C),
         c_stride_(strides.c != 0 ? strides.c : shape.cols),
-        exchange_(workspace),
+        sums_(workspace),
         shape_(shape),
         workspace_(workspace) {}
 
@@ -231,7 +231,7 @@ class Tf32Product {
       offer_slices<128, 2>(ways), offer_slices<128, 4>(ways), offer_slices<64, 4>(ways);
       offer_slices<32, 2, true>(ways), offer_slices<64, 4, true>(ways);
     }
-    exchange_.allocate(workspace_);
+    sums_.allocate(workspace_);
     return ways.found();
   }
 
@@ -255,7 +255,7 @@ class Tf32Product {
     const auto estimate = [&](const Division& division) { return microseconds_of<Tile>(division); };
     for (const ProductPlan& plan : plan_product<Work>(transposed(), estimate)) {
       offer_plan<Work>(
-          ways, exchange_, transposed(), plan,
+          ways, sums_, transposed(), plan,
           name_of<Tile>() + "; stages: " + std::to_string(Tile::kStages) + "; cluster: 1 x " +
               std::to_string(kBesides),
           [self = *this](const ProductPlan& chosen) {
@@ -273,7 +273,7 @@ class Tf32Product {
     if (!suits(kRows, kOneRow)) return;
     using Work = SlicedProduct<Tf32MatrixProduct<Tile>, kOfCluster>;
     product::offer_slices<Work>(
-        ways, exchange_, transposed(), name_of<Tile>(),
+        ways, sums_, transposed(), name_of<Tile>(),
         [&](const Division& division) { return microseconds_of<Tile>(division); },
         [self = *this](const SlicedPlan& plan) {
           const Schedule<Tile> schedule(self.transposed(), plan.tiles * plan.slices, true);
@@ -321,14 +321,8 @@ class Tf32Product {
   template <class Tile>
   Tf32MatrixProduct<Tile> work(const Schedule<Tile>& schedule, bool shares) const {
     using Share = ColumnShare<Tile::BN, Tile::kStack>;
-    Exchange exchange = exchange_.template exchange<float>(shape_, shares);
-    exchange.pace = nullptr;
-    return {A_.map(Share::kCols, !kSplit),
-            B_.map(Tile::kRowsA, !kSplit),
-            C_,
-            c_stride_,
-            schedule,
-            exchange};
+    return {A_.map(Share::kCols, !kSplit), B_.map(Tile::kRowsA, !kSplit), C_, c_stride_, schedule,
+            sums_.exchange(shares)};
   }
 
   template <class Work>
@@ -339,7 +333,7 @@ class Tf32Product {
   AlignedRows<float> A_, B_;
   Memory<float> C_;
   int64_t c_stride_;
-  ExchangeMemory exchange_;
+  SharedSums sums_;
   ProductShape shape_;
   Workspace workspace_;
 };

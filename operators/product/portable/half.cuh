@@ -60,46 +60,21 @@ class MmaWays {
 
   MmaWays(const Workspace& workspace, ProductShape shape, double copied,
           std::function<Launch()> make)
-      : workspace_(workspace), shape_(shape), copied_(copied), make_(std::move(make)) {}
+      : workspace_(workspace),
+        ways_(workspace),
+        sums_(workspace),
+        shape_(shape),
+        copied_(copied),
+        make_(std::move(make)) {}
 
   template <class... Tiles>
   std::vector<Way> ways() {
     (add<Tiles>(), ...);
-    keep_wanted();
-    int64_t quads = 0, tiles = 0;
-    for (const Found& found : found_) {
-      if (found.plan.slices == 1) continue;
-      quads = std::max(quads, found.plan.tiles * found.plan.slices * found.quads_of_tile);
-      tiles = std::max(tiles, found.plan.tiles);
-    }
-    Memory<float4> partial([]() -> float4* { return nullptr; }, 0);
-    Memory<unsigned> arrived([]() -> unsigned* { return nullptr; }, 0);
-    if (quads > 0) {
-      partial = workspace_.template any<float4>(static_cast<size_t>(quads));
-      arrived = workspace_.template zeros<unsigned>(static_cast<size_t>(tiles));
-    }
-    std::vector<Way> ways;
-    for (const Found& found : found_) {
-      ways.push_back({found.name, found.plan.microseconds,
-                      [launch = found.launch, plan = found.plan, partial, arrived] {
-                        const bool alone = plan.slices == 1;
-                        launch({plan.slices, plan.steps, alone ? nullptr : partial.data(),
-                                alone ? nullptr : arrived.data()});
-                      },
-                      found.shared_bytes});
-    }
-    return ways;
+    sums_.allocate(workspace_);
+    return ways_.found();
   }
 
  private:
-  struct Found {
-    std::string name;
-    MmaPlan plan;
-    int64_t quads_of_tile;
-    int shared_bytes;
-    std::function<void(const MmaSlices&)> launch;
-  };
-
   template <class Tile>
   void add() {
     if (Tile::kSharedBytes > most_shared_bytes()) return;
@@ -121,36 +96,38 @@ class MmaWays {
   }
   template <class Tile>
   void add(const MmaPlan& plan) {
-    const std::string name = "mma.sync; tile " + std::to_string(Tile::BM) + " x " +
-                             std::to_string(Tile::BN) + " x " + std::to_string(Tile::BK) +
-                             "; stages: " + std::to_string(Tile::kStages) +
-                             (plan.slices > 1 ? "; slices: " + std::to_string(plan.slices) : "") +
-                             (copied_ > 0 ? "; rows copied" : "");
-    found_.push_back(
-        {name, plan, int64_t{Tile::kQuads} * Tile::kThreads, Tile::kSharedBytes,
-         [make = make_, tiles = plan.tiles, stream = workspace_.stream](const MmaSlices& slices) {
-           const Launch of = make();
-           if (of.rows_to_copy.blocks().x > 0) {
-             align_rows<T, 1 + kFactors>
-                 <<<of.rows_to_copy.blocks(), kCopyThreads, 0, stream>>>(of.rows_to_copy);
-           }
-           const auto kernel = mma_product<Tile, T, kFactors, Epilogue>;
-           allow_shared_bytes(kernel, Tile::kSharedBytes);
-           mma_product<Tile, T, kFactors, Epilogue>
-               <<<static_cast<unsigned>(tiles * slices.count), Tile::kThreads, Tile::kSharedBytes,
-                  stream>>>(of.factors, slices, of.finish);
-         }});
+    const bool shares = plan.slices > 1;
+    const bool wanted = ways_.offer(plan.microseconds, [&] {
+      const std::string name = "mma.sync; tile " + std::to_string(Tile::BM) + " x " +
+                               std::to_string(Tile::BN) + " x " + std::to_string(Tile::BK) +
+                               "; stages: " + std::to_string(Tile::kStages) +
+                               (shares ? "; slices: " + std::to_string(plan.slices) : "") +
+                               (copied_ > 0 ? "; rows copied" : "");
+      return Way{name, plan.microseconds,
+                 [make = make_, plan, sums = sums_, stream = workspace_.stream] {
+                   launch<Tile>(make(), plan, sums.exchange(plan.slices > 1), stream);
+                 },
+                 Tile::kSharedBytes};
+    });
+    if (!wanted) return;
+    const int64_t quads = plan.tiles * plan.slices * Tile::kQuads * Tile::kThreads;
+    sums_.needs(shares ? static_cast<size_t>(plan.tiles) : 0,
+                shares ? static_cast<size_t>(4 * quads) : 0);
   }
-
-  /// Of all that were found those that the workspace's owner wants.
-  void keep_wanted() {
-    if (!workspace_.only.empty()) {
-      std::erase_if(found_, [&](const Found& each) { return each.name != workspace_.only; });
-    } else if (!workspace_.all_ways && !found_.empty()) {
-      found_ = {*std::min_element(found_.begin(), found_.end(), [](const Found& a, const Found& b) {
-        return a.plan.microseconds < b.plan.microseconds;
-      })};
+  template <class Tile>
+  static void launch(const Launch& of, const MmaPlan& plan, const Exchange& exchange,
+                     cudaStream_t stream) {
+    if (of.rows_to_copy.blocks().x > 0) {
+      align_rows<T, 1 + kFactors>
+          <<<of.rows_to_copy.blocks(), kCopyThreads, 0, stream>>>(of.rows_to_copy);
     }
+    const auto kernel = mma_product<Tile, T, kFactors, Epilogue>;
+    allow_shared_bytes(kernel, Tile::kSharedBytes);
+    const MmaSlices slices = {plan.slices, plan.steps, reinterpret_cast<float4*>(exchange.partial),
+                              exchange.ended};
+    mma_product<Tile, T, kFactors, Epilogue>
+        <<<static_cast<unsigned>(plan.tiles * plan.slices), Tile::kThreads, Tile::kSharedBytes,
+           stream>>>(of.factors, slices, of.finish);
   }
 
   /// Not fitted yet: counted from what lesson 3's kernels take on an H100. A multiprocessor with
@@ -188,10 +165,11 @@ class MmaWays {
 
   static constexpr int kMostSlices = 64, kLeastStepsOfSlice = 4;
   Workspace workspace_;
+  Ways ways_;
+  SharedSums sums_;
   ProductShape shape_;
   double copied_;
   std::function<Launch()> make_;
-  std::vector<Found> found_;
 };
 
 /// The bytes of a matrix, if its rows are to be copied.
