@@ -377,11 +377,19 @@ def test_result(library, kind, options):
 AS_ANOTHER_GPU = """
 from test_library import BAD_DEVICE, BY_TENSOR_CORES, TF32, Product, loaded_library
 library = loaded_library()
+ways = []
+def run(kind, **options):
+    try:
+        kind(library, **options).run_twice()
+    except AssertionError as error:
+        raise AssertionError((kind.NAME, options, library.fk_last_error())) from error
+    ways.append(library.fk_last_way().decode())
 """
 
 
 def run_as_another_gpu(capability, program, **variables):
-    """The program's output, on a CPU that plays a GPU of this compute capability."""
+    """The program's output, on a CPU that plays a GPU of this compute capability. It has run(kind, **options), and
+    `ways`: in which way each of these calls was computed."""
     result = execute([sys.executable, "-c", AS_ANOTHER_GPU + program], cwd=ROOT / "operators" / "tests",
                      env={"CUDA_CPU_COMPUTE_CAPABILITY": capability, "PYTHONPATH": str(ROOT)} | variables)
     assert result.rc == 0, result.stderr
@@ -445,8 +453,9 @@ print(len(HALVES), "are right")
 SAYS_WAYS = """
 from test_library import HALVES
 for kind, options in BY_TENSOR_CORES + HALVES:
-    kind(library, **options).run_twice()
-    print(library.fk_last_way().decode())
+    run(kind, **options)
+for way in ways:
+    print(way)
 """
 
 
@@ -510,16 +519,9 @@ import random
 from test_library import Attention, BFLOAT16, FLOAT16, FLOAT32, TF32X3
 from test_library_softmax import CrossEntropy, Softmax
 from test_library_gradients import CrossEntropyBackward, SoftmaxBackward
-draw, count = random.Random({seed}), 0
+draw = random.Random({seed})
 def up_to(most):
     return draw.randint(1, most)
-def run(kind, **options):
-    global count
-    count += 1
-    try:
-        kind(library, **options).run_twice()
-    except AssertionError as error:
-        raise AssertionError((kind.NAME, options, library.fk_last_error())) from error
 for type in {types}:
     for width in (up_to(64), 64 + up_to(64), 128 + up_to(128), 8 * up_to(8), 64 + 8 * up_to(8), 128 + 8 * up_to(16)):
         for queries, keys in ((up_to(20), up_to(80)), (1, 64 + up_to(300))):
@@ -531,7 +533,7 @@ for _ in range(3):
         run(Product, type=TF32X3, rows=up_to(80), cols=up_to(80), depth=up_to(40))
     for kind in (Softmax, CrossEntropy, SoftmaxBackward, CrossEntropyBackward):
         run(kind, rows=up_to(40), inputs=up_to(40), classes=up_to(300))
-print(count)
+print(len(ways))
 """
 
 

@@ -287,15 +287,9 @@ IN_TURN = [
 ANYWHERE = """
 import random
 from test_library_meshes import Diffusion, DiffusionBackward, GradientFeatures, GradientFeaturesBackward
-draw, ways = random.Random({seed}), []
+draw = random.Random({seed})
 def up_to(most, unit=1):
     return unit * draw.randint(1, most)
-def run(kind, **options):
-    try:
-        kind(library, **options).run_twice()
-    except AssertionError as error:
-        raise AssertionError((kind.NAME, options, library.fk_last_error())) from error
-    ways.append(library.fk_last_way().decode())
 for kind in (Diffusion, DiffusionBackward):
     run(kind, vertices=up_to(150), eigen=up_to(8, 8), width=up_to(8, 8))
     run(kind, vertices=up_to(100), eigen=up_to(16, 8), width=64 + up_to(8, 8))
