@@ -240,8 +240,9 @@ void add_few_rows(const Layer& layer, std::vector<Product>& products) {
                                 "; half fused; slices: " + std::to_string(slices)};
   };
   const int most = std::min(layer.most_slices(64), 8 * layer.sms / tiles);
+  const int most_splits = has_clusters(kernel) ? std::min(kMostSplits, layer.sms) : 1;
   for (int shares = 1; shares == 1 || shares <= most; shares *= 2) {
-    if (shares > 1 && shares <= kMostSplits && has_clusters(kernel)) add(1, shares);
+    if (shares > 1 && shares <= most_splits) add(1, shares);
     add(shares, 1);
   }
 }
