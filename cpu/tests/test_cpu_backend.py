@@ -4,7 +4,7 @@ The programs come from the build: CPU_BUILD_DIR names its folder (build/cpu by d
 of the sanitizer builds are next to it. Tests whose program has not been built are skipped.
 """
 
-from functools import partial
+import os
 import re
 import shutil
 import subprocess
@@ -144,11 +144,8 @@ def test_hopper_cases_cite_the_specification():
 # ---- Sanitizers ----------------------------------------------------------------------------------
 
 
-# One race and one access out of bounds are found by `scons test`, too.
-extensive = partial(pytest.param, marks=pytest.mark.extensive)
-
-
-@pytest.mark.parametrize("name", ["race_missing_barrier", extensive("race_between_blocks")])
+@pytest.mark.extensive
+@pytest.mark.parametrize("name", ["race_missing_barrier", "race_between_blocks"])
 def test_races_are_reported(name):
     result = sanitized("thread", name)
     assert result.returncode != 0
@@ -174,9 +171,8 @@ def test_correct_kernels_have_no_race(multiprocessors, monkeypatch):
     assert "ThreadSanitizer" not in result.stderr
 
 
-@pytest.mark.parametrize(
-    "name", ["oob_dynamic_shared", extensive("oob_static_shared"), extensive("oob_global")]
-)
+@pytest.mark.extensive
+@pytest.mark.parametrize("name", ["oob_dynamic_shared", "oob_static_shared", "oob_global"])
 def test_out_of_bounds_accesses_are_reported(name):
     result = sanitized("address", name)
     assert result.returncode != 0
@@ -259,6 +255,29 @@ def test_lines_to_blame_are_named(counted):
     assert counted[1]["words_32"][1:] == ["31", "of", "0"]
     good = {"neighbours", "vectors", "shifted", "same", "words_33", "fours_36"}
     assert not good & counted[1].keys()
+
+
+@pytest.mark.skipif(not shutil.which("addr2line"), reason="there is no addr2line")
+def test_one_addr2line_answers_all(counted, tmp_path):
+    """It takes a tenth of a second to start, and a run has many lines to look up."""
+    wrapped, starts = tmp_path / "addr2line", tmp_path / "starts"
+    wrapped.write_text(f'#!/bin/sh\necho >>"{starts}"\nexec {shutil.which("addr2line")} "$@"\n')
+    wrapped.chmod(0o755)
+    environment = {**os.environ, "PATH": f"{tmp_path}:{os.environ['PATH']}"}
+    result = subprocess.run([BUILD / "cpu" / "tests" / "counting"], env=environment, capture_output=True, text=True)
+    assert result.returncode == 0 and result.stdout.count("counting.cu:") >= 2
+    assert starts.read_text() == "\n"
+
+
+@pytest.mark.parametrize("answers", ["exit 0", "read question; echo 0x0"])
+def test_lines_are_unknown_where_nobody_answers(tmp_path, answers):
+    wrapped = tmp_path / "addr2line"
+    wrapped.write_text(f"#!/bin/sh\n{answers}\n")
+    wrapped.chmod(0o755)
+    environment = {**os.environ, "PATH": f"{tmp_path}:{os.environ['PATH']}"}
+    result = subprocess.run([BUILD / "cpu" / "tests" / "counting"], env=environment, capture_output=True, text=True,
+                            timeout=60)
+    assert result.returncode == 0 and "counting.cu:" not in result.stdout
 
 
 # ---- cu2cpp --------------------------------------------------------------------------------------

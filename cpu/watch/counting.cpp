@@ -1,7 +1,5 @@
 #include "cpu/watch/counting.h"
 
-#include <unistd.h>
-
 #include <algorithm>
 #include <array>
 #include <chrono>
@@ -18,8 +16,6 @@
 #include "cpu/order/fences.h"
 #include "cpu/runtime/device_state.h"
 #include "cpu/watch/ledger.h"
-
-extern "C" const char __executable_start;  // where the linker has put the program
 
 namespace cuda_cpu {
 
@@ -373,53 +369,6 @@ inline bool watched() { return counts_here() && runner && runner->in_thread() &&
   hook(address, bytes, kind, code, true);
 }
 
-// ---- Places in the source ----------------------------------------------------------------------
-
-struct Line {
-  std::string file;
-  int number;
-};
-
-/// The lines of addresses in this program, as binutils' addr2line knows them: of each the innermost
-/// that is not the backend's. Empty without it.
-std::vector<Line> lines_of(const std::vector<std::uintptr_t>& addresses) {
-  if (addresses.empty()) return {};
-  // This program, by a name that means nothing to a shell, whatever folder it is in.
-  std::string command = "addr2line -a -i -e /proc/" + std::to_string(getpid()) + "/exe";
-  for (const std::uintptr_t address : addresses) {
-    char text[32];
-    // The call before the address, where it returns to.
-    std::snprintf(text, sizeof text, " 0x%zx",
-                  address - 1 - reinterpret_cast<std::uintptr_t>(&__executable_start));
-    command += text;
-  }
-  FILE* const pipe = popen((command + " 2>/dev/null").c_str(), "r");
-  if (!pipe) return {};
-  std::vector<Line> lines;
-  char text[4096];
-  bool found = true;
-  while (std::fgets(text, sizeof text, pipe)) {
-    std::string line = text;
-    if (line.starts_with("0x")) {
-      lines.push_back({"", 0});
-      found = false;
-      continue;
-    }
-    const std::size_t colon = line.rfind(':');
-    if (found || lines.empty() || colon == std::string::npos) continue;
-    std::string file = line.substr(0, colon);
-    while (file.starts_with("./")) file.erase(0, 2);
-    // The backend's own files are nobody's; its tests are programs like others.
-    if (file.starts_with("cpu/") && !file.starts_with("cpu/tests/")) continue;
-    if (file.starts_with("/") || file.starts_with("?")) continue;
-    lines.back() = {file, std::atoi(line.c_str() + colon + 1)};
-    found = true;
-  }
-  pclose(pipe);
-  if (lines.size() != addresses.size()) return {};
-  return lines;
-}
-
 /// The three lines that cost most beyond what they must, if they do so visibly: twice the least
 /// sectors, or a conflict in two requests, and a twentieth of all that the kernel asks for.
 std::vector<Counts::Place> worst_of(const std::vector<Place>& places, const Counts& counts) {
@@ -597,12 +546,6 @@ Counts Tally::counts() const {
 }
 
 void check_accesses() { checking = true; }
-
-std::string line_of(std::uintptr_t code) {
-  const std::vector<Line> lines = lines_of({code});
-  if (lines.empty() || lines[0].file.empty()) return "";
-  return lines[0].file + ":" + std::to_string(lines[0].number);
-}
 
 void count_library(std::int64_t bytes) {
   if (!counting) return;

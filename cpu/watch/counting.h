@@ -45,7 +45,17 @@ class Tally {
 
 /// From now on accesses that go astray are told ledger.h.
 void check_accesses();
-/// file:line of a place in the program, of the reader's own source; empty if it is not known.
+
+/// A line of the reader's own source.
+struct Line {
+  std::string file;  ///< empty: it is not known
+  int number;
+};
+
+/// Those of places in this program, as binutils' addr2line knows them: of each the innermost that is
+/// not the backend's. Empty without it.
+std::vector<Line> lines_of(const std::vector<std::uintptr_t>& addresses);
+/// file:line of a place in the program; empty if it is not known.
 std::string line_of(std::uintptr_t code);
 
 // ---- For the backend ----------------------------------------------------------------------------

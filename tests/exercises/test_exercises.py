@@ -232,6 +232,7 @@ def test_little_errors_are_told(tmp_path):
     assert found.kind == "wrong" and re.search(r"^(It is a little wrong|Wrong from element)", found.text)
 
 
+@pytest.mark.extensive
 def test_race_names_two_lines():
     path = CPU_BUILD.parent / "cpu-thread" / "cpu" / "tests" / "sanitized" / "race_missing_barrier"
     if not path.exists():
@@ -246,6 +247,7 @@ def test_race_names_two_lines():
         assert re.search(rf"^    {when} a (?:read|write) in line \d+: \S", found.text, re.MULTILINE)
 
 
+@pytest.mark.extensive
 def test_out_of_bounds_counts_elements():
     path = CPU_BUILD.parent / "cpu-address" / "cpu" / "tests" / "sanitized" / "oob_dynamic_shared"
     if not path.exists():
