@@ -1,5 +1,5 @@
-"""Makes a wheel of the library: what `pip install .` and `pip wheel .` call, as PEP 517 has it. It needs what scons needs
-to build, and nothing of PyPI's.
+"""Makes a wheel of the library: what `pip install .` and `pip wheel .` call, as PEP 517 has it. It needs what scons
+needs to build, and nothing of PyPI's.
 
 The wheel has the CPU's library and, where there is nvcc, the GPU's. `--config-settings arch=90a` is for scons, as each
 other word of its command line; without it arch=all is built. With `--config-settings scons=no` nothing is built: the
@@ -39,7 +39,7 @@ def build_wheel(wheel_directory, config_settings=None, metadata_directory=None):
     builds = settings.pop("scons", "yes") != "no"
     plan, only_cpu = plan_cuda(settings["arch"], settings.get("cuda"), [])
     libraries = {kind: ROOT / "build" / kind / "libfused_kernels.so" for kind in (["cpu", "cuda"] if plan else ["cpu"])}
-    print(f"The wheel has the library for {' and '.join(libraries)}" + (f": {only_cpu}" if only_cpu else ""), flush=True)
+    print(f"The wheel has the library for {' and '.join(libraries)}{f': {only_cpu}' if only_cpu else ''}", flush=True)
     if builds:
         build([f"{name}={value}" for name, value in settings.items()], libraries.values())
     for path in libraries.values():

@@ -15,14 +15,15 @@ import sys
 import time
 
 import fused_kernels as fk
-from fused_kernels import FK_BFLOAT16 as BF16, FK_FLOAT16 as FP16, FK_FLOAT32 as FP32, FK_TF32 as TF32, FK_TF32X3 as TF32X3
+from fused_kernels import (FK_BFLOAT16 as BF16, FK_FLOAT16 as FP16, FK_FLOAT32 as FP32, FK_TF32 as TF32,
+                           FK_TF32X3 as TF32X3)
 
 # A result's relative error, in the Frobenius norm, is at most 8 times this: the unit roundoff of the type in which
 # operands and results are stored, or a bound on the error of the products (the header, at fk_product_forward()). What
 # is FK_FLOAT32 may be multiplied by three products in TF32. A result is rounded a few times on its way; a wrong one is
 # off by far more.
 ROUNDING = {FP16: 2.0**-11, BF16: 2.0**-8, FP32: 2.0**-18, TF32: 2.0**-10, TF32X3: 2.0**-18}
-NAMES = {FP16: "fp16", BF16: "bf16", FP32: "fp32", TF32: "tf32", TF32X3: "tf32x3"}
+TYPES = {FP16: "fp16", BF16: "bf16", FP32: "fp32", TF32: "tf32", TF32X3: "tf32x3"}
 STEP = 1e-5  # in fp64 a difference over twice this has some ten digits
 
 # ---- Formulas in fp64: operands are lists of numbers, row by row, and results {name: list} ------------------------
@@ -121,7 +122,7 @@ MULTIVECTORS = dict(type=FP32, p=3, q=0, r=0, normed=1, batch=2, features=4)
 LABELS = [3, 0, -100, 11, 7]  # the third is no class
 CASES = [
     *(Case("product", each, fk.fk_product(type=each, rows=16, cols=24, depth=32), dict(a=512, b=768),
-           lambda a, b: dict(c=multiply(a, b, 32))) for each in NAMES),
+           lambda a, b: dict(c=multiply(a, b, 32))) for each in TYPES),
     Case("gating", FP16, fk.fk_gating(type=FP16, rows=8, inputs=16, hidden=8),
          dict(x=128, w1=128, w2=128, b1=8, b2=8), gating, ("d_out x w1 w2 b1 b2", "d_x d_w1 d_w2 d_b1 d_b2")),
     *(Case("attention", each, fk.fk_attention(type=each, causal=1, batch=1, queries=5, keys=7, heads=2, kv_heads=1,
@@ -143,10 +144,6 @@ CASES = [
 ]
 
 # ---- Calls --------------------------------------------------------------------------------------------------------
-
-
-class Refused(Exception):
-    """The sentence of a function that this device cannot run."""
 
 
 def check(code):
@@ -201,14 +198,16 @@ def unpacked(data, type):
 
 
 def call(loaded, memory, name, description, arguments):
+    """Returns a sentence if this device cannot run the function, and else ""."""
     description.size, needed = ctypes.sizeof(description), ctypes.c_size_t()
     query = getattr(loaded, f"{name.removesuffix('_forward')}_workspace")
     code = query(ctypes.byref(description), ctypes.byref(needed))
     if not code:
         workspace = memory.put(b"\xff" * max(needed.value, 1))  # of NaN
         code = getattr(loaded, name)(ctypes.byref(description), *arguments, workspace, needed, None)
-    if code:
-        raise (Refused if code == fk.FK_BAD_DEVICE else RuntimeError)(loaded.fk_last_error().decode())
+    if code not in (fk.FK_OK, fk.FK_BAD_DEVICE):
+        raise RuntimeError(loaded.fk_last_error().decode())
+    return loaded.fk_last_error().decode() if code else ""
 
 
 def gradients(formula, values, incoming, names):
@@ -226,7 +225,7 @@ def gradients(formula, values, incoming, names):
 
 
 def test(loaded, memory, case):
-    """Yields of each function of a case its name, the errors, and a sentence if this device cannot run it."""
+    """Yields of each function of a case "forward" or "backward", the errors, and what call() returns."""
     draw = random.Random(case.name)
 
     def numbers(count, least=-1):
@@ -248,48 +247,41 @@ def test(loaded, memory, case):
         types = {name: FP32 if name == "log_sums" else case.type for name in expected}
         sizes = {name: len(packed([0.0] * len(each), types[name])) for name, each in expected.items()}
         at |= {name: memory.put(b"\xff" * size) for name, size in sizes.items()}  # of NaN
-        try:
-            call(loaded, memory, f"fk_{case.name}_{step}", case.description,
-                 [at[name] for name in (*read.split(), *expected)])
-        except Refused as refused:
-            yield step, [], str(refused)
+        arguments = [at[name] for name in (*read.split(), *expected)]
+        if refused := call(loaded, memory, f"fk_{case.name}_{step}", case.description, arguments):
+            yield step, [], refused
             return
         found = {name: unpacked(memory.get(at[name], size), types[name]) for name, size in sizes.items()}
         yield step, [math.dist(found[name], each) / math.hypot(*each) for name, each in expected.items()], ""
 
 
-def say_device(loaded):
-    found, taken_for = fk.gpu(), os.environ.get("FUSED_KERNELS_CAPABILITY")
-    if found:
-        print(f"GPU: {found[1]}, compute capability {found[2]}" + (
-            ", for which there is no library here" if fk.is_for_cpu(loaded) else ""))
-    if fk.is_for_cpu(loaded):
-        print("CPU backend, which runs the kernels of compute capability "
-              + os.environ.get("CUDA_CPU_COMPUTE_CAPABILITY", "9.0"))
-    if taken_for:
-        print(f"FUSED_KERNELS_CAPABILITY has the ways of compute capability {taken_for} taken")
-
-
 def main():
-    start, right, wrong, not_here = time.monotonic(), 0, 0, 0
+    start, verdicts = time.monotonic(), collections.Counter()
     try:
         path, loaded = fk.library_path(), fk.library()
         print(f"fused_kernels {loaded.fk_version()}, {path}")
-        say_device(loaded)
+        on_cpu, found = fk.is_for_cpu(loaded), fk.gpu()
+        if found:
+            print(f"GPU: {found[1]}, compute capability {found[2]}" + (", which has no library here" if on_cpu else ""))
+        if on_cpu:
+            print("CPU backend, which runs the kernels of compute capability "
+                  + os.environ.get("CUDA_CPU_COMPUTE_CAPABILITY", "9.0"))
         memory = Memory(loaded)
         for case in CASES:
+            limit = 8 * ROUNDING[case.type]
             for step, errors, refused in test(loaded, memory, case):
-                limit = 8 * ROUNDING[case.type]
-                is_right = not refused and all(error <= limit for error in errors)  # NaN is not
-                right, wrong, not_here = right + is_right, wrong + (not refused and not is_right), not_here + bool(refused)
+                is_right = all(error <= limit for error in errors)  # NaN is not
+                verdict = "--" if refused else "ok" if is_right else "WRONG"
+                verdicts[verdict] += 1
                 worst = max(errors, key=lambda error: (error != error, error), default=0)
-                said = f"{'ok' if is_right else 'WRONG':5} {worst:7.1e} of {limit:.1e}  {loaded.fk_last_way().decode()}"
-                print(f"{case.name:18} {step:8} {NAMES[case.type]:6} {f'--    {refused}' if refused else said}")
+                print(f"{case.name:18} {step:8} {TYPES[case.type]:6} {verdict:5} "
+                      + (refused or f"{worst:7.1e} of {limit:.1e}  {loaded.fk_last_way().decode()}"))
     except (OSError, RuntimeError) as error:
         print(f"error: {error}", file=sys.stderr)
         return 1
-    print(f"{right} right, {wrong} wrong, {not_here} not for this device; {time.monotonic() - start:.1f} s")
-    return 0 if right and not wrong else 1
+    print(f"{verdicts['ok']} right, {verdicts['WRONG']} wrong, {verdicts['--']} not for this device; "
+          f"{time.monotonic() - start:.1f} s")
+    return 0 if verdicts["ok"] and not verdicts["WRONG"] else 1
 
 
 if __name__ == "__main__":
