@@ -22,15 +22,25 @@ PACKAGE = Path(__file__).with_name("fused_kernels")
 sys.path.insert(0, str(ROOT / "site_scons"))
 from toolkit import output_of, plan_cuda, refuse
 
-METADATA = """Metadata-Version: 2.1
+VERSION = re.search(r"#define FK_VERSION (\d+)", (ROOT / "operators/include/fused_kernels.h").read_text())[1]
+INFO = f"fused_kernels-{VERSION}.dist-info"
+METADATA = f"""Metadata-Version: 2.1
 Name: fused_kernels
-Version: {}
+Version: {VERSION}
 Summary: Fused GPU operators: a C library, and functions of PyTorch's tensors
 License: MIT
 Requires-Python: >=3.9
 """
 # What each system with glibc has; a wheel may need these and nothing else (PEP 600).
 OF_GLIBC = re.compile(r"lib(c|m|dl|rt|pthread)\.so\.\d|ld-linux[\w-]*\.so\.\d")
+
+
+def prepare_metadata_for_build_wheel(metadata_directory, config_settings=None):
+    """Lets pip know the name before it builds: without this it builds to learn it."""
+    folder = Path(metadata_directory) / INFO
+    folder.mkdir()
+    (folder / "METADATA").write_text(METADATA)
+    return INFO
 
 
 def build_wheel(wheel_directory, config_settings=None, metadata_directory=None):
@@ -45,17 +55,16 @@ def build_wheel(wheel_directory, config_settings=None, metadata_directory=None):
     for path in libraries.values():
         if not path.exists():
             refuse(f"there is no {path}: build it with `scons library`, or leave out scons=no")
-    version = re.search(r"#define FK_VERSION (\d+)", (ROOT / "operators/include/fused_kernels.h").read_text())[1]
-    tag, info = f"py3-none-{platform_of(libraries.values())}", f"fused_kernels-{version}.dist-info"
-    texts = {f"{info}/METADATA": METADATA.format(version),
-             f"{info}/WHEEL": f"Wheel-Version: 1.0\nGenerator: make_wheel\nRoot-Is-Purelib: false\nTag: {tag}\n",
-             f"{info}/LICENSE": (ROOT / "LICENSE").read_text(),
+    tag = f"py3-none-{platform_of(libraries.values())}"
+    texts = {f"{INFO}/METADATA": METADATA,
+             f"{INFO}/WHEEL": f"Wheel-Version: 1.0\nGenerator: make_wheel\nRoot-Is-Purelib: false\nTag: {tag}\n",
+             f"{INFO}/LICENSE": (ROOT / "LICENSE").read_text(),
              **{f"fused_kernels/{each.name}": each.read_text() for each in sorted(PACKAGE.glob("*.py"))}}
     contents = {name: text.encode() for name, text in texts.items()}
     contents |= {f"fused_kernels/{kind}/{path.name}": stripped(path) for kind, path in libraries.items()}
     record = [f"{name},sha256={digest(data)},{len(data)}\n" for name, data in contents.items()]
-    contents[f"{info}/RECORD"] = "".join([*record, f"{info}/RECORD,,\n"]).encode()
-    name = f"fused_kernels-{version}-{tag}.whl"
+    contents[f"{INFO}/RECORD"] = "".join([*record, f"{INFO}/RECORD,,\n"]).encode()
+    name = f"fused_kernels-{VERSION}-{tag}.whl"
     with zipfile.ZipFile(Path(wheel_directory) / name, "w", zipfile.ZIP_DEFLATED) as wheel:
         for each, data in contents.items():
             wheel.writestr(each, data)
