@@ -12,7 +12,7 @@ packages="g++ git libboost-context-dev libcli11-dev libfmt-dev nlohmann-json3-de
 case "$*" in
   "") ;;
   all)
-    packages="$packages python3-jsonschema python3-matplotlib python3-pytest
+    packages="$packages python3-jsonschema python3-matplotlib python3-pip python3-pytest
               python3-pytest-xdist"
     if ! command -v node >/dev/null || ! command -v npm >/dev/null; then
       packages="$packages nodejs npm"
@@ -36,7 +36,7 @@ esac
 if ! command -v apt-get >/dev/null || ! command -v dpkg-query >/dev/null; then
   echo "install.sh knows Debian and Ubuntu only. Install these yourself: SCons 4, a C++20 compiler," >&2
   echo "Boost.Context, CLI11 2, fmt 8, nlohmann-json 3, git; for tests and plots pytest, pytest-xdist," >&2
-  echo "jsonschema and matplotlib for the Python of SCons; for the slides Node.js 18, npm, and" >&2
+  echo "jsonschema, matplotlib and pip for the Python of SCons; for the slides Node.js 18, npm, and" >&2
   echo "Chromium or Chrome." >&2
   exit 1
 fi

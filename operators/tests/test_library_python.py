@@ -1,7 +1,9 @@
-"""operators/python/fused_kernels.py declares what the header declares. (operators/tests/gpu has the functions of tensors.)"""
+"""The package operators/python/fused_kernels declares what the header declares, is installed by pip, and tests itself.
+(operators/tests/gpu has the functions of tensors.)"""
 
 import ctypes
 import importlib
+import importlib.util
 import re
 import shutil
 import sys
@@ -9,8 +11,8 @@ import types
 
 import pytest
 
-from conftest import execute
-from test_library import BINDING, HEADER, fused_kernels, library
+from conftest import NO_GPU, ROOT, execute
+from test_library import BINDING, HEADER, LIBRARY, fused_kernels, library
 
 TEXT = re.sub(r"/\*.*?\*/|^#.*?$", "", (HEADER / "fused_kernels.h").read_text(), flags=re.DOTALL | re.MULTILINE)
 TYPES = {"size_t": ctypes.c_size_t, "int": ctypes.c_int, "int64_t": ctypes.c_int64, "float": ctypes.c_float,
@@ -174,3 +176,103 @@ def test_without_pytorch_its_functions_say_so(tmp_path):
     result = execute([sys.executable, "-c", program], env={"PYTHONPATH": f"{tmp_path}:{BINDING}"})
     assert result.rc == 0, result.stderr
     assert "PyTorch, which is not installed" in result.stdout
+
+
+# ---- Installed, and testing itself --------------------------------------------------------------------------------
+
+NO_OTHER = {**NO_GPU, "FUSED_KERNELS_LIBRARY": "", "FUSED_KERNELS_CAPABILITY": "", "PYTHONPATH": ""}
+# Of two functions one does nothing, and the other confuses its operands.
+FAULTS = """
+#define _GNU_SOURCE
+#include <dlfcn.h>
+#include <stddef.h>
+int fk_softmax_forward() { return 0; }
+int fk_clifford_forward(void* of, void* x, void* y, void* w, void* out, void* workspace, size_t bytes, void* stream) {
+  int (*right)(void*, void*, void*, void*, void*, void*, size_t, void*) = dlsym(RTLD_NEXT, "fk_clifford_forward");
+  return right(of, y, x, w, out, workspace, bytes, stream);
+}
+"""
+
+
+def self_test(python, folder, **environment):
+    return execute([python, "-m", "fused_kernels"], cwd=folder, env={**NO_OTHER, **environment})
+
+
+def verdicts(output):
+    """{"fk_gating_forward": {"ok"}, ...}"""
+    found = {}
+    for name, step, verdict in re.findall(r"^(\w+) +(forward|backward) +\w+ +(\S+)", output, re.MULTILINE):
+        found.setdefault(f"fk_{name}_{step}", set()).add(verdict)
+    return found
+
+
+def test_wheel_is_installed_and_tests_itself(library, tmp_path):
+    """In a new environment, outside of the repository, and without a compiler: by nothing but the wheel."""
+    if not importlib.util.find_spec("pip"):
+        pytest.skip("there is no pip")
+    pip = [sys.executable, "-m", "pip", "--disable-pip-version-check", "--no-cache-dir"]
+    built = execute([*pip, "wheel", ROOT, "--no-index", "--wheel-dir", tmp_path, "--config-settings", "cuda=no",
+                     "--config-settings", "scons=no"])
+    assert built.rc == 0, built.stdout + built.stderr
+    (wheel,) = tmp_path.glob("fused_kernels-*.whl")
+    python = tmp_path / "environment" / "bin" / "python"
+    assert execute([sys.executable, "-m", "venv", "--without-pip", python.parents[1]]).rc == 0
+    installed = execute([*pip, "--python", python, "install", "--no-index", wheel])
+    assert installed.rc == 0, installed.stdout + installed.stderr
+    result = self_test(python, tmp_path, PATH="")
+    assert result.rc == 0, result.stdout + result.stderr
+    version, path = re.match(r"fused_kernels (\d+), (.*)", result.stdout).groups()
+    assert int(version) == fused_kernels.FK_VERSION and path.startswith(f"{python.parents[1]}/")
+    page = (ROOT / "docs/library.md").read_text()
+    (transcript,) = re.findall(r"<!-- transcript -->\n```\n\$ .*?\n(.*?)```", page, re.DOTALL)
+    assert re.fullmatch(re.escape(transcript).replace(r"\.\.\.", ".*"), result.stdout, re.DOTALL)
+    assert verdicts(result.stdout) == {name: {"ok"} for name in fused_kernels.FUNCTIONS
+                                       if name.endswith(("_forward", "_backward"))}
+    assert not re.search(r"NEEDED +lib(stdc\+\+|gcc)", execute(["objdump", "-p", path]).stdout)
+
+
+@pytest.mark.parametrize("needed, newest, tag", [
+    (["libc.so.6", "libm.so.6", "ld-linux-x86-64.so.2"], ["2.2.5", "2.9", "2.28"], "manylinux_2_28"),
+    (["libc.so.6"], ["2.2.5", "2.14"], "manylinux_2_17"),  # older than any of that name
+    (["libc.so.6", "libstdc++.so.6"], ["2.28"], "linux"),
+    ([], [], "linux"),  # where there is no objdump
+])
+def test_wheel_says_what_it_needs(monkeypatch, needed, newest, tag):
+    make_wheel = importlib.import_module("make_wheel")
+    said = [f"  NEEDED               {each}" for each in needed] + [f"    0x0 0x00 05 GLIBC_{each}" for each in newest]
+    monkeypatch.setattr(make_wheel, "output_of", lambda *command: "\n".join(said))
+    assert re.fullmatch(rf"{tag}_[^\d]\w+", make_wheel.platform_of(["library"]))
+
+
+def test_faults_are_found(library, tmp_path):
+    if not shutil.which("gcc"):
+        pytest.skip("there is no gcc")
+    source, faulty = tmp_path / "faults.c", tmp_path / "faults.so"
+    source.write_text(FAULTS)
+    built = execute(["gcc", "-shared", "-fPIC", source, "-o", faulty, "-Wl,--no-as-needed", LIBRARY,
+                     f"-Wl,-rpath,{LIBRARY.parent}", "-ldl"])
+    assert built.rc == 0, built.stderr
+    result = self_test(sys.executable, BINDING, FUSED_KERNELS_LIBRARY=str(faulty))
+    assert result.rc == 1, result.stderr
+    wrong = {name for name, verdict in verdicts(result.stdout).items() if verdict != {"ok"}}
+    # The gradients of softmax are computed from its result.
+    assert wrong == {"fk_softmax_forward", "fk_softmax_backward", "fk_clifford_forward"}
+    assert re.search(r"^softmax +forward +fp32 +WRONG +nan ", result.stdout, re.MULTILINE)
+
+
+@pytest.mark.parametrize("is_there", [False, True])
+def test_no_library_is_one_sentence(tmp_path, is_there):
+    """Nor is a file that is none."""
+    path = tmp_path / "none.so"
+    if is_there:
+        path.write_text("no library\n")
+    result = self_test(sys.executable, BINDING, FUSED_KERNELS_LIBRARY=str(path))
+    assert result.rc == 1 and result.stdout == ""
+    assert re.fullmatch(rf"error: [^\n]*{re.escape(str(path))}[^\n]*\n", result.stderr)
+
+
+def test_cpu_library_has_no_functions_of_tensors(library, monkeypatch):
+    monkeypatch.setattr(fused_kernels, "library", lambda: library)
+    monkeypatch.setenv("FUSED_KERNELS_LIBRARY", str(LIBRARY))
+    with pytest.raises(RuntimeError, match="is the CPU's library, and tensors are on a GPU"):
+        fused_kernels._Plan("fk_gating_forward", fused_kernels.fk_gating(), ())

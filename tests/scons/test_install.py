@@ -12,7 +12,7 @@ LESSONS = {
 SLIDES = {"nodejs", "npm", "chromium"}
 if "ID=ubuntu" in Path("/etc/os-release").read_text().split():  # where that is a snap
     SLIDES.remove("chromium")
-ALL = LESSONS | SLIDES | {"python3-jsonschema", "python3-matplotlib", "python3-pytest",
+ALL = LESSONS | SLIDES | {"python3-jsonschema", "python3-matplotlib", "python3-pip", "python3-pytest",
                        "python3-pytest-xdist"}
 
 

@@ -1,4 +1,4 @@
-"""Operands for each of fused_kernels.py's functions, and what has to come out: computed in fp64, from numbers whose
+"""Operands for each of fused_kernels' functions, and what has to come out: computed in fp64, from numbers whose
 sums of products are exact in fp32. So the bounds are those of operators/tests/test_library*.py: what the result's own rounding,
 and fp32's in an exponential, may change."""
 

@@ -1,4 +1,4 @@
-"""operators/python/fused_kernels.py on a GPU: `scons test-gpu`, or `python3 -m pytest operators/tests/gpu -q` where
+"""operators/python/fused_kernels on a GPU: `scons test-gpu`, or `python3 -m pytest operators/tests/gpu -q` where
 FUSED_KERNELS_LIBRARY names the library."""
 
 import concurrent.futures
@@ -265,6 +265,14 @@ def test_in_a_process_of_its_own(name):
     command = [sys.executable, str(pathlib.Path(alone.__file__)), name]
     result = subprocess.run(command, capture_output=True, text=True, timeout=SECONDS - 15)
     assert result.returncode == 0, result.stdout + result.stderr
+
+
+def test_the_package_tests_itself():
+    folder = pathlib.Path(fused_kernels.__file__).resolve().parents[1]
+    result = subprocess.run([sys.executable, "-m", "fused_kernels"], cwd=folder, capture_output=True, text=True,
+                            timeout=SECONDS - 15)
+    assert result.returncode == 0, result.stdout + result.stderr
+    assert "compute capability 9.0\n" in result.stdout and "0 wrong, 0 not" in result.stdout
 
 
 # ---- Gradients ----------------------------------------------------------------------------------------------------

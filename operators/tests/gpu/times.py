@@ -1,4 +1,4 @@
-"""Milliseconds on the GPU of each of fused_kernels.py's functions, beside PyTorch's own operators and torch.compile of
+"""Milliseconds on the GPU of each of fused_kernels' functions, beside PyTorch's own operators and torch.compile of
 these: `python3 operators/tests/gpu/times.py [--json FILE]`, where FUSED_KERNELS_LIBRARY names the library.
 
 Two rows an operator: forward, and forward with backward, of all gradients that the function has. Each is a CUDA graph,

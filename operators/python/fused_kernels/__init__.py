@@ -1,12 +1,13 @@
 """The operators of libfused_kernels.so in Python. The C header operators/include/fused_kernels.h says what each
 function computes; docs/library.md has an example.
 
-Without PyTorch this file has the C library as ctypes sees it: load(), library(), and a struct for each of the header's.
+Without PyTorch this package has the C library as ctypes sees it: load(), library(), and a struct for each of the
+header's. `python3 -m fused_kernels` tests the library on this machine.
 
 With PyTorch, 2.6 or newer, it has functions of tensors: product(), gating(), attention(), diffusion(), softmax(),
 cross_entropy(), gradient_features(), clifford() and clifford_connected(); and the gradients of all but the product and
-attention as functions of their own, such as gating_backward(). Each docstring says the formula, the shapes and the types. For all of
-them:
+attention as functions of their own, such as gating_backward(). Each docstring says the formula, the shapes and the
+types. For all of them:
 
 - Tensors are on one CUDA device. The work is put on PyTorch's current stream of that device, and the function
   returns at once. The results and the workspace are new tensors of PyTorch's caching allocator.
@@ -21,7 +22,7 @@ them:
   tensor with one element is read at each call, which waits for the GPU.
 - There is no forward-mode derivative: a tensor that has a tangent (torch.autograd.forward_ad, torch.func.jvp) is
   refused with a RuntimeError.
-- The library is build/cuda/libfused_kernels.so of this repository, or what FUSED_KERNELS_LIBRARY names.
+- The library is the one that library() returns.
 """
 
 import contextlib
@@ -50,6 +51,7 @@ except ModuleNotFoundError as error:
 # ---- The C library -----------------------------------------------------------------------------------------------
 
 FK_VERSION = 1
+LEAST_CAPABILITY = 7.5  # of a GPU that the library can be built for
 (FK_OK, FK_BAD_ARGUMENT, FK_BAD_SHAPE, FK_BAD_ALIGNMENT, FK_OVERLAP, FK_BAD_WORKSPACE, FK_BAD_DEVICE,
  FK_CUDA_ERROR) = range(8)  # fk_status
 FK_FLOAT16, FK_BFLOAT16, FK_FLOAT32, FK_TF32, FK_TF32X3 = 1, 2, 3, 4, 5  # fk_type
@@ -139,15 +141,53 @@ def load(path):
 
 
 @functools.cache
+def gpu():
+    """(the driver's library, the first GPU's name, its compute capability), such as (CDLL, "NVIDIA A100", 8.0); None if
+    there is no driver or no GPU."""
+    try:
+        driver = ctypes.CDLL("libcuda.so.1")
+    except OSError:
+        return None
+    count, name, digits = _INT(), ctypes.create_string_buffer(256), [_INT(), _INT()]
+    if driver.cuInit(0) or driver.cuDeviceGetCount(ctypes.byref(count)) or not count.value:
+        return None
+    failed = driver.cuDeviceGetName(name, len(name), 0)
+    for number, attribute in zip(digits, (75, 76)):  # CU_DEVICE_ATTRIBUTE_COMPUTE_CAPABILITY_MAJOR and MINOR
+        failed |= driver.cuDeviceGetAttribute(ctypes.byref(number), attribute, 0)
+    return None if failed else (driver, name.value.decode(), digits[0].value + digits[1].value / 10)
+
+
+def is_usable(found):
+    """Whether what gpu() returns is a GPU that the library is for."""
+    return found is not None and found[2] >= LEAST_CAPABILITY
+
+
+def library_path():
+    """Where the library is: what the environment variable FUSED_KERNELS_LIBRARY names; or else, of the libraries in
+    this package or in build/ of this repository, the GPU's if there is a usable GPU, and else the CPU's. Raises a
+    RuntimeError if there is none."""
+    if named := os.environ.get("FUSED_KERNELS_LIBRARY"):
+        found = [pathlib.Path(named)]
+    else:
+        here = pathlib.Path(__file__).resolve().parent
+        folder = here if (here / "cpu").is_dir() else here.parents[2] / "build"
+        found = [folder / kind / "libfused_kernels.so" for kind in ("cuda", "cpu")[not is_usable(gpu()):]]
+    for path in found:
+        if path.exists():
+            return path
+    raise RuntimeError(f"there is no {found[0]}; build it with `scons library`, or let the environment variable "
+                       "FUSED_KERNELS_LIBRARY name the library")
+
+
+@functools.cache
 def library():
-    """The library that the functions of tensors call: the one that the environment variable FUSED_KERNELS_LIBRARY
-    names, or else build/cuda/libfused_kernels.so of this repository. Raises a RuntimeError if it is not there."""
-    built = pathlib.Path(__file__).resolve().parents[2] / "build" / "cuda" / "libfused_kernels.so"
-    path = pathlib.Path(os.environ.get("FUSED_KERNELS_LIBRARY") or built)
-    if not path.exists():
-        raise RuntimeError(f"there is no {path}; build it with `scons library`, or let the environment variable "
-                           "FUSED_KERNELS_LIBRARY name the library")
-    return load(path)
+    """The library at library_path(), loaded once. Raises what library_path() and load() raise."""
+    return load(library_path())
+
+
+def is_for_cpu(loaded):
+    """Whether a library is the CPU's: it brings CUDA's functions for memory."""
+    return hasattr(loaded, "cudaMalloc")
 
 
 @contextlib.contextmanager
@@ -184,6 +224,9 @@ class _Plan:
     def __init__(self, name, description, outputs):
         """name: of the function. outputs: (shape, strides, dtype) of each result. Asks the library, on the current
         device, how much workspace there has to be; it refuses here what no GPU, or not this one, can compute."""
+        if is_for_cpu(library()):
+            raise RuntimeError(f"{library_path()} is the CPU's library, and tensors are on a GPU: install or build the "
+                               "package where nvcc is, with arch=all or this GPU's")
         description.size = ctypes.sizeof(description)
         needed = ctypes.c_size_t()
         query = getattr(library(), name.removesuffix("_forward") + "_workspace")
