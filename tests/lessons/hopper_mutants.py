@@ -50,8 +50,7 @@ HEADERS = {
     GPUS: ("problems/diffusion/gpus.cuh",),
     "8_spatial_gradients": SHARED,
     "9_matmul_softmax": SHARED,
-    CONNECTED: ("operators/clifford_connected/planes.cuh", "operators/clifford_connected/few_rows.cuh",
-                "operators/clifford_connected/tasks.cuh", "operators/clifford_connected/layer.cuh"),
+    CONNECTED: SHARED,
     "operators_attention": ("operators/attention/hopper.cuh", "operators/attention/layer.cuh"),
 }
 # What these lessons have of operators until they have kernels of their own.
@@ -64,7 +63,9 @@ HEADERS.update({
                           "operators/softmax/few.cuh"),
     "operators_clifford": ("operators/clifford/row_exchange.cuh", "operators/clifford/streamed.cuh",
                            "operators/clifford/layer.cuh"),
-    "operators_clifford_connected": HEADERS[CONNECTED],
+    "operators_clifford_connected": (
+        "operators/clifford_connected/planes.cuh", "operators/clifford_connected/few_rows.cuh",
+        "operators/clifford_connected/tasks.cuh", "operators/clifford_connected/layer.cuh"),
 })
 OPERATORS = tuple(f"operators_{name}" for name in (
     "gating", "diffusion", "gradients", "softmax", "clifford", "clifford_connected", "attention"))
@@ -269,7 +270,7 @@ _METHOD = re.compile(r"\b(?:(?:out|cluster|grid)\.(?:template )?(?:wait|meet|rel
 # Runs of which a row's second kernel turns its output into something else, in place.
 ROWS_OF_CLASSES = ("9", "--inputs", "1101", "--classes", "301", "--kinds", "--kernel", "^unfused.*: cluster")
 HALF_FUSED = ("20", "--inputs", "40", "--classes", "8300", "--kinds", "--kernel", "^fused.*: exchange")
-PLANES_BESIDE = ("390", "--features", "130", "--algebra", "2,0,0", "--kernel", "^planes beside$")
+PLANES_BESIDE = ("390", "--features", "132", "--algebra", "2,0,0", "--kernel", "^planes beside$")
 IN_PLACE = (ROWS_OF_CLASSES, HALF_FUSED, PLANES_BESIDE)
 
 # What a mistake needs to show: several tiles for each block, more steps than stages, and clusters
@@ -343,12 +344,10 @@ RUNS = {
         # Blocks that do not wait for one another, and each have several tiles and strips.
         (("300", "--inputs", "72", "--classes", "1500", "--all", "--kernel", "^(unfused|online) specialized"), 4),
     ],
-    # Small tiles; clusters of two blocks, with planes beside, whose tiles wait for one another; few rows,
-    # whose weights are the left factor, and shared sums. With fewer rows planes beside have small tiles.
+    # Small tiles; clusters of two blocks, with planes beside, whose tiles wait for one another.
     CONNECTED: [
-        (("100", "--features", "130", "--algebra", "2,0,0", "--no-norm", "--kernel", "^planes first$"), 2),
+        (("100", "--features", "132", "--algebra", "2,0,0", "--no-norm", "--kernel", "^planes first$"), 2),
         (PLANES_BESIDE, 4),
-        (("4", "--features", "384", "--algebra", "2,0,0", "--kernel", "^planes first$"), 8),
     ],
     # More tiles of keys than stages, for two blocks, of which one has less than a tile of rows.
     ATTENTION: [
@@ -421,7 +420,12 @@ RUNS["operators_clifford"] = [
     # Backward's weights are in shared memory.
     (("9", "--features", "300", "--algebra", "3,0,1", "--kernel", "streamed"), 2),
 ]
-RUNS["operators_clifford_connected"] = RUNS[CONNECTED]
+# Features that are no multiple of 4; few rows, whose weights are the left factor, and shared sums.
+RUNS["operators_clifford_connected"] = [
+    (("100", "--features", "130", "--algebra", "2,0,0", "--no-norm", "--kernel", "^planes first$"), 2),
+    (("390", "--features", "130", "--algebra", "2,0,0", "--kernel", "^planes beside$"), 4),
+    (("4", "--features", "384", "--algebra", "2,0,0", "--kernel", "^planes first$"), 8),
+]
 
 
 @dataclass(frozen=True)

@@ -135,8 +135,6 @@ HEADERS = {
     ATTENTION: (RING,),
     OF_ATTENTION: ("operators/attention/layer.cuh", "operators/attention/hopper.cuh",
                    "operators/attention/portable.cuh", RING),
-    CONNECTED: ("operators/clifford_connected/layer.cuh", "operators/clifford_connected/few_rows.cuh",
-                "operators/clifford_connected/gradients.cuh"),
     PRODUCT: ("operators/product/fp32.cuh",),
     TENSOR_CORES: (RING,),
     FUSED: ("primitives/wmma_fragments.cuh", RING),
