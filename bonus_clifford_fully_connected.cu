@@ -616,13 +616,11 @@ __global__ void normalize_rows(float* out, float* inverses, Layer layer) {
 //     planes  (44 planes, pitch, stride)
 //     w       (20 slots, stride, stride), transposed: wgmma takes a right factor in TF32 only if
 //             its k runs along the row. k is the feature of x' y' here, the row of w as it comes
-//
-// A *patch* is 128 rows by 128 features.
 struct Chunk {
   Layer layer;
   int first, rows, pitch, stride;
   __host__ __device__ size_t matrix() const { return static_cast<size_t>(pitch) * stride; }
-  // Patches across, and down.
+  // How often 128 features, and 128 rows.
   __host__ __device__ int slices() const { return ceil_div(stride, 128); }
   __host__ __device__ int row_blocks() const { return ceil_div(pitch, 128); }
 };
@@ -635,85 +633,24 @@ __host__ __device__ constexpr int place_of_column(int col) {
   return col / 16 * 16 + col % 4 / 2 * 8 + col % 16 / 4 * 2 + col % 2;
 }
 
-// Makes the planes of a chunk. A unit is what a warp makes at a time: all planes of a row's 128
-// features, 4 of them a lane. A patch is 128 units.
-//
-// *planes beside* makes the patches in the order in which they are needed. They come in groups of
-// `together` rows of patches, in a group column by column. Those of the first group's first
-// `first_slices` columns are made before the product, by a kernel of their own, as the product
-// needs them at once. The others are made beside it; for each of them made[patch] counts the units
-// that are there. *planes first* makes all of them before.
+// Makes planes of a chunk. A unit is what a warp makes at a time: all planes of a row's 128
+// features, 4 of them a lane. Before the product come those of the first `row_blocks` times 128
+// rows, and of these the first `slices` times 128 features: in *planes first* that is all. Rows are
+// taken whole, so neighbouring warps write what lies side by side.
 template <typename A>
 struct PlaneMaker {
   const float *x, *y;
   float* planes;
-  unsigned* made;
   Chunk chunk;
-  int together, first_slices;
+  int row_blocks, slices;
 
-  __host__ __device__ int units_before() const { return together * first_slices * 128; }
-  __host__ __device__ int units() const { return chunk.slices() * chunk.row_blocks() * 128; }
-
-  // Unit u of those before the product. There nobody waits for a patch, and rows are whole:
-  // neighbouring warps write what lies together.
+  __host__ __device__ int units_before() const { return row_blocks * 128 * slices; }
   __device__ __forceinline__ void make_before(int u) const {
     if (u >= units_before()) return;
-    Unit unit = load_unit(u / first_slices, u % first_slices);
+    Unit unit = load_unit(u / slices, u % slices);
     make(unit);
   }
 
-  // Where a patch is: its row of patches, and its column. Of a group's last rows there may be fewer
-  // than `together`.
-  __device__ int height_of_group(int block) const {
-    return min(together, chunk.row_blocks() - block / together * together);
-  }
-  __device__ int patch_of(int block, int slice) const {
-    return block / together * together * chunk.slices() + slice * height_of_group(block) +
-           block % together;
-  }
-  // The other units that are this warp's, of `warps`. A warp reports a unit only when it has begun
-  // to load the next one's x and y: it waits for its writes and those loads at the same time. The
-  // fence is for the copy engine, which will read the planes.
-  __device__ __forceinline__ void make_beside(int warp, int warps) const {
-    constexpr int kAtOnce = A::kBlades > 4 ? 1 : 2;  // rows: as many as registers hold
-    const auto report = [&](int patch) {
-#if HOPPER_CODE
-      global_fence();
-#endif
-      __syncwarp();
-      if (threadIdx.x % 32 == 0) {
-        GridCount(made[patch]).fetch_add(kAtOnce, cuda::memory_order_release);
-      }
-    };
-    const int in_group = together * chunk.slices();
-    int last = -1;
-    for (int u = units_before() + kAtOnce * warp; u < units(); u += kAtOnce * warps) {
-      const int patch = u / 128, group = patch / in_group, rest = patch % in_group;
-      const int height = height_of_group(group * together);
-      const int row = (group * together + rest % height) * 128 + u % 128;
-      Unit unit[kAtOnce];
-#pragma unroll
-      for (int i = 0; i < kAtOnce; ++i) unit[i] = load_unit(row + i, rest / height);
-      if (last >= 0) report(last);
-#pragma unroll
-      for (int i = 0; i < kAtOnce; ++i) make(unit[i]);
-      last = patch;
-    }
-    if (last >= 0) report(last);
-  }
-  // Until a patch's planes are there. The fence stands between the makers' writes and the copy
-  // engine's reads.
-  __device__ void wait(int block, int slice) const {
-    const int patch = patch_of(block, slice);
-    if (patch >= together * first_slices) {
-      wait_for_count(GridCount(made[patch]), 128, "planes that other warps make");
-    }
-#if HOPPER_CODE
-    global_fence();
-#endif
-  }
-
- private:
   struct Unit {
     Multivectors<A, 4> left, right;
     float* to;
@@ -782,11 +719,13 @@ struct WeightTransposer {
 };
 
 // What comes before the product: the first `plane_blocks` blocks make planes, a unit a warp, the
-// others transpose weights. One of them sets the counters of the product to 0.
+// others transpose weights. One of them sets the counters to 0 by which the blocks of the product
+// wait for each other.
 template <typename A>
 __global__ void __launch_bounds__(128, A::kBlades > 4 ? 5 : 8)
     make_ready(const __grid_constant__ PlaneMaker<A> maker, int plane_blocks,
-               const __grid_constant__ WeightTransposer transposer, int counters) {
+               const __grid_constant__ WeightTransposer transposer, unsigned* counters,
+               int counter_count) {
   __shared__ WeightTransposer::Piece piece;
   const int block = blockIdx.x;
   wait_for_previous_kernel();
@@ -798,7 +737,7 @@ __global__ void __launch_bounds__(128, A::kBlades > 4 ? 5 : 8)
     transposer.transpose<128>(block - plane_blocks, piece);
   }
   if (block == 0) {
-    for (int i = threadIdx.x; i < counters; i += 128) maker.made[i] = 0;
+    for (int i = threadIdx.x; i < counter_count; i += 128) counters[i] = 0;
   }
 }
 
@@ -885,6 +824,10 @@ struct TileOrder {
   struct Place {
     int row, blade, col;  // the first row and feature
   };
+  // Tiles are numbered by rows of tiles, in such a row by blades, the longer ones first, and then
+  // by columns. With the longest first these are two lists, one after the other: that of the longer
+  // blades, and that of the scalar and the last blade. Row by row, `shift` gives the short tiles to
+  // other clusters: after every two rounds a row begins two blades later.
   __host__ __device__ Place place(int tile) const {
     const int all_long = by_rows ? 0 : row_tiles * cols * longer();
     const bool is_long = tile < all_long;
@@ -895,7 +838,8 @@ struct TileOrder {
     return {tile / of_row * tile_rows, i < longer() ? i + 1 : (i - longer()) * (blades - 1),
             at % cols * tile_cols};
   }
-  // Whether all tiles of a row and a grade are of one round.
+  // Whether all tiles of a row and a grade are of one round. They have neighbouring numbers, so the
+  // first and the last one of them decide.
   __host__ __device__ bool together(int row, int c) const {
     if (by_rows) return true;
     row /= tile_rows;
@@ -908,6 +852,8 @@ struct TileOrder {
   }
 };
 
+// When a sum is there, it still has to be divided by its row's rms.
+//
 // The norm of a row is over all features and over the blades of a grade. These are in tiles of
 // several clusters. If all of these tiles are of one round, a warpgroup keeps its sums of z in
 // registers, leaves its rows' sums of squares in memory, counts itself, and waits until all tiles
@@ -949,6 +895,8 @@ struct Norm {
     float* const from =
         squares + static_cast<size_t>(first) * tiles.cols * chunk.pitch + row + Sum<kCols>::row(0);
     if (all > 1) {
+      // Leaves its own sums, counts itself, waits for the others, and adds up all sums, always in
+      // the same order.
       if (lane < 2) {
         from[static_cast<size_t>(own) * chunk.pitch + 8 * lane] = lane == 0 ? sums[0] : sums[1];
       }
@@ -1150,22 +1098,88 @@ __global__ void __launch_bounds__(128) normalize_rest(const __grid_constant__ No
 // ---- Planes beside ------------------------------------------------------------------------------
 
 // In *planes first* three warps of each producer have nothing to do. Here they make planes during
-// the product. They take units in the same order in which clusters take tiles: rows for the first
-// tiles come first, of these the first features. The thread that starts the copies waits until the
-// patch is there, once for each 128 features, which are four steps. Makers never wait for anybody.
-// So all blocks end if all run at the same time, and the launch has as many as the device holds.
-// (Clusters without a tile make planes, too.)
+// the product. A *patch* is the planes of 128 rows and 128 features, 128 units. Patches are made in
+// the same order in which clusters take tiles: rows for the first tiles come first, of these the
+// first features. The thread that starts the copies waits until the patch is there, once for each
+// 128 features, which are four steps. Makers never wait for anybody. So all blocks end if all run
+// at the same time, and the launch has as many as the device holds. (Clusters without a tile make
+// planes, too.)
 //
 // A thread that makes planes needs registers: 152, and 176 are left for each one that multiplies.
 //
 // This hides only a part. A step takes 1024 cycles with 128 x 256 results. In them wgmma reads 80
 // KB of shared memory, and 48 KB arrive: together 128 bytes a cycle, all that shared memory can do.
 // What makers load and store needs it, too. (Counted, not measured.)
+
+// The patches are made in the order in which they are needed. They come in groups of `row_blocks`
+// rows of patches, in a group column by column. The first group's first `slices` columns are made
+// before the product, as it needs them at once. For each other patch made[patch] counts the units
+// that are there.
+template <typename A>
+struct BesideMaker : PlaneMaker<A> {
+  using Maker = PlaneMaker<A>;
+  using Maker::chunk, Maker::row_blocks, Maker::slices;
+  unsigned* made;
+
+  // Where a patch is: its row of patches, and its column. Of a group's last rows there may be fewer
+  // than `row_blocks`.
+  __device__ int height_of_group(int block) const {
+    return min(row_blocks, chunk.row_blocks() - block / row_blocks * row_blocks);
+  }
+  __device__ int patch_of(int block, int slice) const {
+    return block / row_blocks * row_blocks * chunk.slices() + slice * height_of_group(block) +
+           block % row_blocks;
+  }
+  // The other units that are this warp's, of `warps`. A warp reports a unit only when it has begun
+  // to load the next one's x and y: it waits for its writes and those loads at the same time. The
+  // fence is for the copy engine, which will read the planes.
+  __device__ __forceinline__ void make_beside(int warp, int warps) const {
+    constexpr int kAtOnce = A::kBlades > 4 ? 1 : 2;  // rows: as many as registers hold
+    const auto report = [&](int patch) {
+#if HOPPER_CODE
+      global_fence();
+#endif
+      __syncwarp();
+      if (threadIdx.x % 32 == 0) {
+        GridCount(made[patch]).fetch_add(kAtOnce, cuda::memory_order_release);
+      }
+    };
+    const int in_group = row_blocks * chunk.slices();
+    const int units = chunk.slices() * chunk.row_blocks() * 128;
+    int last = -1;
+    for (int u = this->units_before() + kAtOnce * warp; u < units; u += kAtOnce * warps) {
+      const int patch = u / 128, group = patch / in_group, rest = patch % in_group;
+      const int height = height_of_group(group * row_blocks);
+      const int row = (group * row_blocks + rest % height) * 128 + u % 128;
+      typename Maker::Unit unit[kAtOnce];
+#pragma unroll
+      for (int i = 0; i < kAtOnce; ++i) unit[i] = this->load_unit(row + i, rest / height);
+      if (last >= 0) report(last);
+#pragma unroll
+      for (int i = 0; i < kAtOnce; ++i) this->make(unit[i]);
+      last = patch;
+    }
+    if (last >= 0) report(last);
+  }
+#if HOPPER_CODE
+  // Until a patch's planes are there. The fence stands between the makers' writes and the copy
+  // engine's reads.
+  __device__ void wait(int block, int slice) const {
+    const int patch = patch_of(block, slice);
+    if (patch >= row_blocks * slices) {
+      wait_for_count(GridCount(made[patch]), 128, "planes that other warps make");
+    }
+    global_fence();
+  }
+#endif
+};
+
+// The kernel is *planes first* but for two things: the copies wait, and three warps make planes.
 template <class Tile, typename A>
 __global__ void HOPPER_CLUSTER(Tile::kBlocks) __launch_bounds__(384, 1)
     planes_beside(const __grid_constant__ CUtensorMap planes,
                   const __grid_constant__ CUtensorMap weights, const __grid_constant__ Norm norm,
-                  const __grid_constant__ PlaneMaker<A> maker) {
+                  const __grid_constant__ BesideMaker<A> maker) {
 #if HOPPER_CODE
   extern __shared__ __align__(1024) char bytes[];
   auto& shared = *reinterpret_cast<typename Tile::Shared*>(bytes);
@@ -2241,26 +2255,23 @@ struct InMemory {
                                        : tiles<SmallTile>(chunk, choice.clusters);
     return {of.out, inverses, squares, made.data() + patches(chunk), chunk, own};
   }
-  // Before the product come all planes; or those of the first round's rows, of 256 features.
-  PlaneMaker<A> maker(const Chunk& chunk, bool beside) const {
-    const int together = beside ? norm(chunk).tiles.rows_of_round() / 128 : chunk.row_blocks();
-    return {of.x,
-            of.y,
-            planes,
-            made,
-            chunk,
-            std::min(together, chunk.row_blocks()),
-            beside ? std::min(chunk.slices(), 2) : chunk.slices()};
+  PlaneMaker<A> all_planes(const Chunk& chunk) const {
+    return {of.x, of.y, planes, chunk, chunk.row_blocks(), chunk.slices()};
   }
-  // The planes of a chunk, or those of them that are made before the product, and, with the first
-  // ones, weights.
-  void prepare(const Chunk& chunk, bool beside, bool with_weights, float* plain_weights) const {
-    const PlaneMaker<A> planes_of = maker(chunk, beside);
+  // Before the product come the planes of the first round's rows, of 256 features.
+  BesideMaker<A> maker(const Chunk& chunk) const {
+    BesideMaker<A> result{all_planes(chunk), made};
+    result.row_blocks = std::min(norm(chunk).tiles.rows_of_round() / 128, result.row_blocks);
+    result.slices = std::min(2, result.slices);
+    return result;
+  }
+  // These planes of a chunk and, with those of the first one, the weights.
+  void prepare(const PlaneMaker<A>& planes_of, bool with_weights, float* plain_weights) const {
     const int plane_blocks = planes_of.units_before() / 4;
     const WeightTransposer transposer{of.w,   weights, plain_weights, of.layer.features,
                                       stride, order};
     launch_early(make_ready<A>, plane_blocks + (with_weights ? transposer.blocks() : 0), 128, 0,
-                 planes_of, plane_blocks, transposer, counters(chunk));
+                 planes_of, plane_blocks, transposer, made.data(), counters(planes_of.chunk));
   }
   template <class Tile>
   void multiply(const Chunk& chunk) const {
@@ -2268,8 +2279,7 @@ struct InMemory {
     const auto left = factor(planes, int64_t{order.planes()} * chunk.pitch, stride);
     const auto right = factor(weights, int64_t{A::kTriples} * stride, stride);
     if constexpr (kBeside) {
-      launch_product<Tile>(planes_beside<Tile, A>, choice.clusters, left, right, own,
-                           maker(chunk, true));
+      launch_product<Tile>(planes_beside<Tile, A>, choice.clusters, left, right, own, maker(chunk));
     } else {
       launch_product<Tile>(planes_first<Tile>, own.tiles.rounds.clusters, left, right, own);
     }
@@ -2279,7 +2289,10 @@ struct InMemory {
   void forward(float* plain_weights) const {
     for (int first = 0; first < of.layer.batch; first += rows) {
       const Chunk own = chunk(first);
-      prepare(own, kBeside, first == 0, plain_weights);
+      if constexpr (kBeside)
+        prepare(maker(own), first == 0, plain_weights);
+      else
+        prepare(all_planes(own), first == 0, plain_weights);
       choice.large ? multiply<LargeTile>(own) : multiply<SmallTile>(own);
     }
   }
@@ -2382,7 +2395,7 @@ struct InMemoryBackward {
                    kResultThreads, 0, static_cast<const float*>(of.out),
                    static_cast<const float*>(d.d_out), static_cast<const float*>(forward.inverses),
                    dz.data(), chunk);
-      if (first != last_chunk()) forward.prepare(chunk, false, false, nullptr);
+      if (first != last_chunk()) forward.prepare(forward.all_planes(chunk), false, nullptr);
       of_weights.large ? multiply_for_weights<LargeTransposed>(chunk)
                        : multiply_for_weights<SmallTransposed>(chunk);
       of_planes.large ? multiply_for_planes<LargeTransposed>(chunk)
