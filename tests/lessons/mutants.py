@@ -243,10 +243,13 @@ BARRIERS = [
     (ATTENTION, "tensor cores", "int next() {", 1, ATTENTION_ARGUMENTS),
     (OF_ATTENTION, "operator", "attention_merge(", 1, MERGED_ATTENTION_ARGUMENTS),
     (OF_ATTENTION, "operator", "int next() {", 1, ATTENTION_ARGUMENTS),
+    (CONNECTED, "planes in tiles", "void add_up_block(", 1, CONNECTED_ARGUMENTS),
     (CONNECTED, "planes in tiles", "void forward_tile(", 2, CONNECTED_ARGUMENTS),
     (CONNECTED, "planes in tiles", "void plane_gradients(", 3, CONNECTED_ARGUMENTS),
     (CONNECTED, "planes in tiles", "input_gradient_tiles(", 1, CONNECTED_ARGUMENTS),
     (CONNECTED, "planes in tiles", "void weight_gradient_tile(", 2, CONNECTED_ARGUMENTS),
+    (CONNECTED, "planes first", "void transpose(", 1, CONNECTED_ARGUMENTS),
+    (CONNECTED, "planes first", "void turn_grade(", 2, CONNECTED_ARGUMENTS),
     (MEMORY, "shared memory", "chase_shared(", 1, ("1",)),
     (MEMORY, "shared memory", "read_shared(", 1, ("1",)),
 ]
