@@ -145,6 +145,13 @@ OTHERS = {
         (r"(EachWarp::release\(shared\.results\[own\.stage\]\[consumer\]\))", "static_cast<void>(0)"),
         (r"if \((last)\) \{", "true"),
     ],
+    # Planes that are read before they are there, or told of before whoever sees that sees them, too; a
+    # unit that is told of twice, and the next one never.
+    CONNECTED: [
+        (r"if \((patch >= row_blocks \* slices)\) \{", "false"),
+        (r"fetch_add\(kAtOnce, (cuda::memory_order_release)\)", "cuda::memory_order_relaxed"),
+        (r"make\(unit\[i\]\);\s+last = (patch);", "last < 0 ? patch : last"),
+    ],
     # The steps of a block are those of operators/diffusion/one_launch.cuh, whose mistakes are above.
     GPUS: [
         (r"if \((t \+ Work::kStages < work\.tiles)\) reader", "true"),
