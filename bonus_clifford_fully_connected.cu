@@ -8,9 +8,17 @@
 //
 //     x, y, out (2^n blades, batch, features) and w (triples, features, features): fp32, row-major
 //
+// Read lesson 10 first. From it come the words for what is computed: a multivector has 2^n
+// coefficients, one for each blade; in 3-D the blades are 1, e1, e2, e3, e12, e13, e23 and e123.
+// The grade of a blade is how many of e1, e2, e3 it is made of. Two blades multiplied are plus or
+// minus a blade, e_i e_j = sign e_k, and the grades of i, k and j are a grade triple. x_1 is x's
+// coefficient of the blade 1, and gate(s) = (1 + erf(s / sqrt 2)) / 2.
+//
 // Lesson 10's layer has a weight per feature and grade triple; here it is a matrix, which mixes the
-// features: the fully connected layer of a Clifford network. Its 20 triples in 3-D (10 in 2-D) make
-// 44 planes P (14), each (batch, features), and each plane is the left operand of a product.
+// features: the fully connected layer of a Clifford network. All coefficients of one blade, for all
+// rows of the batch and all features, are a matrix (batch, features), called a *plane*. The P_t,k
+// are planes, too: the 20 triples in 3-D (10 in 2-D) make 44 of them (14). Each is the left operand
+// of a product of matrices.
 //
 // For n = 2, whose table lesson 10 has, e1 of z is four products of matrices, one for each place
 // in which the table has e1:
@@ -18,24 +26,31 @@
 //     z_e1 = (x'_1 y'_e1) w[0,1,1] + (x'_e1 y'_1) w[1,1,0]
 //                                  + (x'_e12 y'_e2) w[2,1,1] - (x'_e2 y'_e12) w[1,1,2]
 //
-// What stands in parentheses, multiplied element by element, is a plane. Where a triple has several
-// places for a blade their sum is the plane: for 1 of z, x'_e1 y'_e1 + x'_e2 y'_e2 with w[1,0,1].
+// What stands in parentheses, multiplied element by element, is a plane P. Where a triple has
+// several places for a blade their sum is the plane: for the blade 1 of z, w[1,0,1] has the plane
+// x'_e1 y'_e1 + x'_e2 y'_e2.
 //
-// What is computed: 88 batch features^2 operations in 3-D (28 in 2-D), on tensor cores, in TF32.
-// What moves: 24 planes (12), if the 44 (14) are never written; 112 if they are, once, and read
-// back. Either way the products are the limit, where features are some hundreds: a plane's element
-// is 2 features operations for 8 bytes. So it is not the planes' way through memory that costs, but
-// who waits for it. The planes of all triples with a result of one grade, side by side, are the
-// left operand of one product, whose right operand is their weights, below each other.
+// What is computed: 2 x 44 batch features^2 operations in 3-D (2 x 14 in 2-D), on tensor cores, in
+// TF32. What moves: 3 x 8 planes (3 x 4), those of x, y and out, if the planes P are never written;
+// 2 x 44 (2 x 14) more if they are, once, and read back. Either way the products are the limit,
+// where features are some hundreds: an element of P costs 8 bytes, written and read, and the
+// products take 2 features operations with it. So it is not the planes' way through memory that
+// costs, but who waits for it. The planes of all triples with a result of one grade, side by side,
+// are the left operand of one product, whose right operand is their weights, below each other.
 //
 //     unfused          planes in memory, a product of cuBLAS for each grade, a kernel for the norms
 //     planes in tiles  a block makes its planes in shared memory and multiplies them, mma.sync
 //     planes first     on Hopper: a kernel makes planes, lesson 3's product, in TF32, reads them
 //     planes beside    three warps of each block make most planes, while others multiply
 //
-// Forward stands first, then backward in kernels of its own. From the gradients dz backward needs
-// the planes' gradients dz_k w[t]^T, which it multiplies with y and x and adds up; and
-// dw[t] = sum over k of P_t,k^T dz_k, whose left operand is planes again, transposed.
+// The words of the last two rows are those of lesson 3, from its *one warpgroup* to its *clusters*:
+// the copy engine, producer and consumers, the stages of a pipeline, clusters. They are not
+// explained again.
+//
+// Forward stands first, then backward in kernels of its own. The gradients of a product of
+// matrices, C = A B, are dA = dC B^T and dB = A^T dC. Here z_k is a sum of products P_t,k w[t]. So
+// the gradient of P_t,k is dz_k w[t]^T, which backward multiplies with y and x and adds up; and
+// dw[t] is the sum over k of P_t,k^T dz_k, whose left operand is planes again, transposed.
 //
 // All rows but *unfused* move four neighbouring features at a time, so features have to be a
 // multiple of 4.
@@ -132,9 +147,10 @@ static_assert(Euclidean<3>::sign(2, 1) == -1);  // e2 e1 = -e12
 static_assert(Euclidean<2>::sign(3, 3) == -1);  // e12 e12 = -1
 static_assert(Euclidean<2>::kTriples == 10 && Euclidean<3>::kTriples == 20);
 
-// What is multiplied by what, as numbers that kernels read at run time. A *slot* is a triple's
-// number if triples are ordered by the grade of their results. Planes are numbered by slot, then by
-// blade. So what one product of matrices adds up stands together:
+// What is multiplied by what, as numbers that kernels read at run time. In w the triples are
+// ordered by the grade of x. Here they are ordered by the grade of their results, and a *slot* is a
+// triple's number in this order. Planes are numbered by slot, then by blade. So what one product of
+// matrices adds up stands together:
 //
 //     grade c of the result   slots slot[c] to slot[c + 1] - 1, blades blade[c] to blade[c + 1] - 1
 //     its planes              from plane[c] on: blades(c) of the first slot, then of the next one
@@ -472,6 +488,8 @@ struct FourBlades {
   static constexpr int kFirstPlane = kOrder<A>.plane[kFirstGrade];
   static constexpr int kPlanes = kOrder<A>.plane[kEndGrade] - kFirstPlane;
 };
+// Shared memory for one step: 8 features of 64 rows of each plane, and 8 rows of 64 columns of each
+// matrix of weights.
 template <typename A>
 constexpr int kForwardTileBytes = sizeof(float) * 8 *
                                   (FourBlades<A, 0>::kPlanes * kTile +
@@ -614,8 +632,10 @@ __global__ void normalize_rows(float* out, float* inverses, Layer layer) {
 // or of `pitch` elements for a chunk's rows (rounded up to 128):
 //
 //     planes  (44 planes, pitch, stride)
-//     w       (20 slots, stride, stride), transposed: wgmma takes a right factor in TF32 only if
-//             its k runs along the row. k is the feature of x' y' here, the row of w as it comes
+//     w       (20 slots, stride, stride), transposed. wgmma takes a right factor in TF32 only if
+//             neighbours along k lie beside each other (PTX ISA, wgmma.mma_async: only 16-bit
+//             factors may be transposed). k is what the product sums over, here the features of
+//             P: the rows of w as it comes
 struct Chunk {
   Layer layer;
   int first, rows, pitch, stride;
@@ -628,7 +648,8 @@ struct Chunk {
 // Of each 16 columns of a sum wgmma gives a thread four, such as columns 0, 1, 8 and 9. If the
 // columns were the features in their order it could store two neighbours at a time. But the order
 // of a right factor's rows decides which feature is computed in which column. Feature `col` stands
-// at this place, so that the four columns of a thread are four neighbouring features, 16 bytes.
+// at this place, so that the four columns of a thread are four neighbouring features, 16 bytes:
+// features 0, 1, 2, 3 are columns 0, 1, 8, 9, and features 4, 5, 6, 7 are columns 2, 3, 10, 11.
 __host__ __device__ constexpr int place_of_column(int col) {
   return col / 16 * 16 + col % 4 / 2 * 8 + col % 16 / 4 * 2 + col % 2;
 }
@@ -743,14 +764,16 @@ __global__ void __launch_bounds__(128, A::kBlades > 4 ? 5 : 8)
 
 // ---- Planes first -------------------------------------------------------------------------------
 
-// Lesson 3's *clusters*, in TF32: a step is 32 of k, which are 128 bytes as well. A block has 128
-// rows of one blade k of the result by kCols columns, and kStacked blocks below each other share
-// the right factor. The sum of a tile goes over all slots of k's grade. At each step along the
-// features all slots come, one after the other: a plane and its weights. So for the pipeline a tile
-// is one long product.
+// Lesson 3's *clusters*, in TF32. There a step of a product takes 64 numbers of fp16 from each row
+// of a factor, 128 bytes. Here it takes 32 features of fp32, which are 128 bytes as well. A block
+// has 128 rows of one blade of the result by kCols columns, and kStacked blocks below each other
+// share the right factor. The sum of a tile goes over all slots of the blade's grade: at each step
+// along the features all slots come, one after the other, a plane and its weights. So for the
+// pipeline a tile is one long product.
 //
 // Large tiles are those of two blocks with 256 columns, small ones those of one block with 128.
-// With a transposed left factor, which only backward needs, Left is another one.
+// LeftFactor says how the left factor lies in shared memory: a LeftTile as in lesson 3, or, in
+// backward, one that is transposed.
 template <int kCols, int kStacked, class LeftFactor>
 struct Tf32Tile {
   using Left = LeftFactor;
@@ -762,7 +785,7 @@ struct Tf32Tile {
   struct Shared {
     Pipeline<Stage, ((227 << 10) - 1024) / sizeof(Stage)> pipeline;
   };
-  // The row, of a consumer's 64, of element i of a thread's sum.
+  // In which row, of a consumer's 64, element i of a thread's sum is.
   __device__ static int row_of_sum(int i) {
     if constexpr (std::is_same_v<Left, LeftTile<float, BM>>)
       return Sum<BN>::row(i);
@@ -852,7 +875,8 @@ struct TileOrder {
   }
 };
 
-// When a sum is there, it still has to be divided by its row's rms.
+// When a sum is there, it still has to be divided by its row's rms: the root of the mean of |z_c|^2
+// over the features, see the formula for out at the top.
 //
 // The norm of a row is over all features and over the blades of a grade. These are in tiles of
 // several clusters. If all of these tiles are of one round, a warpgroup keeps its sums of z in
@@ -1107,9 +1131,12 @@ __global__ void __launch_bounds__(128) normalize_rest(const __grid_constant__ No
 //
 // A thread that makes planes needs registers: 152, and 176 are left for each one that multiplies.
 //
-// This hides only a part. A step takes 1024 cycles with 128 x 256 results. In them wgmma reads 80
-// KB of shared memory, and 48 KB arrive: together 128 bytes a cycle, all that shared memory can do.
-// What makers load and store needs it, too. (Counted, not measured.)
+// This hides only a part. A step multiplies a left factor of 128 x 32 by a right one of 32 x 256:
+// 2^20 multiply-adds, of which a multiprocessor's tensor cores do 1024 a cycle in TF32. So it takes
+// 1024 cycles. In them the factors arrive in shared memory, 16 KB and 32 KB. Each of the two
+// consumers reads half of the left one and all of the right one, together 80 KB. 128 KB in 1024
+// cycles are 128 bytes a cycle, which is all that shared memory can do, and what makers load and
+// store needs it, too. (Counted, not measured.)
 
 // The patches are made in the order in which they are needed. They come in groups of `row_blocks`
 // rows of patches, in a group column by column. The first group's first `slices` columns are made
@@ -1215,8 +1242,9 @@ __global__ void HOPPER_CLUSTER(Tile::kBlocks) __launch_bounds__(384, 1)
 
 // ---- Unfused, backward --------------------------------------------------------------------------
 
-// Backward takes the planes' gradients in the planes' place. The gate's derivative is the normal
-// density.
+// Backward takes the planes' gradients in the planes' place. The gate is the share of a normal
+// distribution that lies below s, so its derivative is the normal density, exp(-s^2 / 2) / sqrt(2
+// pi).
 __device__ float gate_slope(float s) { return 0.39894228f * __expf(-0.5f * s * s); }
 
 // dz of one grade, as in lesson 10: with r = 1 / rms(z), dz = r d_out - r^3 z sum(d_out z) /
@@ -1445,8 +1473,11 @@ __host__ __device__ constexpr bool is_first_of_y(int t) {
   return true;
 }
 
-// From the sums S and T of take_apart(), which are in dx and dy, in place: with the gates g and h
-// of x and y, dx_i = g h S_i, and dx_1 has gate'(x_1) h sum of x_i S_i besides; dy likewise.
+// From the sums S and T of take_apart(), which are in dx and dy, in place. With the gates
+// g = gate(x_1) and h = gate(y_1) a plane's terms are x'_i y'_j = g h x_i y_j. take_apart() was
+// given x and y without their gates. So S_i is the gradient of g h x_i, and T_j that of g h y_j. By
+// the product rule dx_i = g h S_i, and since g depends on x_1, dx_1 has gate'(x_1) h sum of x_i S_i
+// besides; dy likewise.
 template <typename A, int W>
 __device__ __forceinline__ void finish_gradients(const Multivectors<A, W>& x,
                                                  const Multivectors<A, W>& y,
@@ -1660,8 +1691,9 @@ using SmallTransposed = Tf32Tile<128, 1, TransposedLeftTile<128>>;
 constexpr int kResultRows = 8, kResultThreads = 512;
 
 // dz of 8 rows and one grade a block, in TF32: dz = r d_out - r out mean(d_out out). Two warps add
-// up a row, four neighbours at a time; then a thread has 8 rows of a feature, which is a whole
-// sector of dz. What is read again is still in the cache.
+// up a row, four neighbours at a time; then a thread has 8 rows of a feature. In dz these are 32
+// neighbouring bytes, a sector, which is the least that memory writes at once. What is read again
+// is still in the cache.
 struct ResultFactors {
   float products[kResultThreads / 32];  // each warp's sum of d_out out
   float2 factors[kResultRows];          // each row's r, and r mean(d_out out)

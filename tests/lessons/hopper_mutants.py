@@ -52,9 +52,6 @@ HEADERS = {
     "9_matmul_softmax": SHARED,
     CONNECTED: SHARED,
     "operators_attention": ("operators/attention/hopper.cuh", "operators/attention/layer.cuh"),
-}
-# What these lessons have of operators until they have kernels of their own.
-HEADERS.update({
     "operators_gradients": (*SHARED, "operators/gradients/features.cuh", "operators/gradients/forward.cuh",
                             "operators/gradients/backward.cuh", "operators/gradients/tiles.cuh"),
     "operators_softmax": (*SHARED, KERNEL, "operators/softmax/softmax_product.cuh", "operators/softmax/cluster.cuh",
@@ -66,7 +63,7 @@ HEADERS.update({
     "operators_clifford_connected": (
         "operators/clifford_connected/planes.cuh", "operators/clifford_connected/few_rows.cuh",
         "operators/clifford_connected/tasks.cuh", "operators/clifford_connected/layer.cuh"),
-})
+}
 OPERATORS = tuple(f"operators_{name}" for name in (
     "gating", "diffusion", "gradients", "softmax", "clifford", "clifford_connected", "attention"))
 LESSONS = ("3_matmul_tensorcore", "6_gating_fused", "7_diffusion_fused", "8_spatial_gradients", "9_matmul_softmax",
