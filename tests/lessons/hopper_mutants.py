@@ -348,11 +348,13 @@ RUNS = {
         # Blocks that do not wait for one another, and each have several tiles and strips.
         (("300", "--inputs", "72", "--classes", "1500", "--all", "--kernel", "^(unfused|online) specialized"), 4),
     ],
-    # Small tiles; clusters of two blocks, and these with planes beside, whose tiles wait for one another.
+    # Small tiles; clusters of two blocks, and these with planes beside, whose tiles wait for one another. In the last
+    # run the first tiles need planes that are made beside them.
     CONNECTED: [
         (("100", "--features", "132", "--algebra", "2,0,0", "--no-norm", "--kernel", "^planes first$"), 2),
         (("200", "--features", "132", "--algebra", "2,0,0", "--no-norm", "--kernel", "^planes first$"), 2),
         (PLANES_BESIDE, 4),
+        (("60", "--features", "260", "--algebra", "2,0,0", "--no-norm", "--turned", "--kernel", "^planes beside$"), 4),
     ],
     # More tiles of keys than stages, for two blocks, of which one has less than a tile of rows.
     ATTENTION: [

@@ -198,8 +198,7 @@ STAYING = [
     ("8_spatial_gradients", ("--kernel", "^(warp specialization|cluster)$"), 2),
     ("9_matmul_softmax", ("300", "--inputs", "72", "--classes", "388", "--kernel", "^exchange tiles$"), 4),
     ("bonus_diffusion_gpus", (), 3),
-    *(pytest.param(lesson, arguments, multiprocessors, marks=[pytest.mark.extensive] * (
-        "3,0,1" in arguments or lesson == CONNECTED and "384" in arguments))
+    *(pytest.param(lesson, arguments, multiprocessors, marks=[pytest.mark.extensive] * ("3,0,1" in arguments))
       for lesson in hopper_mutants.LESSONS for arguments, multiprocessors in hopper_mutants.RUNS[lesson]),
 ]
 
