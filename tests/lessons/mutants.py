@@ -255,6 +255,8 @@ BARRIERS = [
 ]
 
 
+# Rows of Hopper, some of whose kernels have barriers and no word of Hopper.
+OF_HOPPER = {"planes first"}
 DATA_RACE = "ThreadSanitizer: data race"
 # What the first thread reads without the barrier is where it reads next: it leaves the block's memory before
 # another thread has written.
@@ -281,6 +283,7 @@ def _missing_barriers():
                 nth=nth,
                 report="ThreadSanitizer: SEGV" if function in FOLLOWED else DATA_RACE,
                 arguments=(*arguments, "--kernel", f"^{kernel}$"),
+                capability="90" if kernel in OF_HOPPER else "80",
             )
 
 

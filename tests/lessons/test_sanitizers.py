@@ -163,7 +163,8 @@ def test_identities_are_cheap():
 @pytest.mark.extensive
 @pytest.mark.parametrize("mutant", SANITIZED, ids=lambda mutant: mutant.name)
 def test_mutant_is_reported(mutant):
-    environment = {"MISTAKE": str(mutant.number), **FEW_MULTIPROCESSORS}
+    environment = {"MISTAKE": str(mutant.number), **FEW_MULTIPROCESSORS,
+                   "CUDA_CPU_COMPUTE_CAPABILITY": mutant.capability}
     result = run_sanitized(
         mutant.build, f"mutants/{mutant.program}", mutant.arguments, environment
     )
