@@ -344,11 +344,21 @@ __global__ void __launch_bounds__((BM / TM) * (BN / TN), kBlocks)
 
 // In `large tiles` a scheduler starts an instruction in three cycles of four, and a sixth of these
 // are no multiply-adds: most of them work out where to copy from and to, and whether that is
-// inside. (Read from a profiler; `results/` does not have this.) Here that is worked out once, and
-// a step only moves on two pointers. No step checks rows of A or columns of B: one that is outside
-// is replaced by the last one inside. The sums that come from it are never stored, so they may be
-// anything. For A that takes an offset for each of the thread's rows. Only along k, which is summed
-// over, each copy still checks, and writes zeros outside.
+// inside. (Read from a profiler; `results/` does not have this.) Here that is worked out once,
+// before the first step. What is left of it in a step is to move on two pointers: a_from by BK
+// columns of A, b_from by BK rows of B.
+//
+// In each step a thread makes copies of the same rows of A and of the same columns of B. With 256
+// threads and tiles of 128 x 16 and 16 x 256 these are 8 single numbers of A, in rows that are 16
+// apart, and four vectors of B, in rows of k that are 4 apart.
+//
+// No step checks rows of A or columns of B: one that is outside is replaced by the last one inside.
+// The sums that come from it are never stored, so they may be anything. A row that is replaced no
+// longer lies 16 rows below the one before it. So a thread keeps an offset, from a_from, for each
+// of its rows of A. Its vectors of B have all the same columns, so one pointer is enough. Only
+// along k, which is summed over, each copy still checks, and writes zeros outside.
+//
+// The loop over the steps, and what is in it, is that of `async`.
 template <int BM, int BN, int BK, int TM, int TN, int kStages, int kBlocks, bool kAligned>
 __global__ void __launch_bounds__((BM / TM) * (BN / TN), kBlocks)
     matmul_lean(const float* A, const float* B, float* C, int n) {
@@ -642,7 +652,8 @@ __global__ void __launch_bounds__((BM / TM) * (BN / TN), kBlocks)
     multiply_ahead<BM, BN, BK, TM, TN, kStages, kAligned>(
         stages, A, B, n, row0, col0, begin, end, [&](float(&sum)[TM][TN]) {
           if (begin > 0) return of_blocks.give(sum);
-          // The tile's other steps are those of the blocks after this one.
+          // The tile's other steps are those of the blocks after this one, as many of these as
+          // begin before the tile ends. If this piece has the tile's last step there are none.
           const int tile_end = (tile - line.first_tile + 1) * line.steps;  // in the line
           for (int other = block + 1; end < line.steps && line.start(other) < tile_end; ++other) {
             of_blocks.add(sum, other);
@@ -651,7 +662,8 @@ __global__ void __launch_bounds__((BM / TM) * (BN / TN), kBlocks)
         });
   };
   // One loop for both kinds of pieces, so that the code of a piece is there once: first whole
-  // tiles, then the block's part of the line.
+  // tiles, then the block's part of the line. `whole` is the next whole tile, and `at` is the next
+  // step of the line.
   const int last = line.start(block + 1);
   int whole = block, at = line.start(block);
   while (whole < line.first_tile || at < last) {

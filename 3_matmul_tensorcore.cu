@@ -1197,7 +1197,14 @@ __global__ void HOPPER_CLUSTER(2) __launch_bounds__(384, 1)
 //   - Every second tile of a cluster (its second, its fourth and so on) is walked from the end of k
 //     to its beginning, and every second group of tiles from the right to the left. So the tiles
 //     of a round begin with slices of A or B with which tiles of the round before ended, of this
-//     cluster or of another one. These slices are still in the L2 cache.
+//     cluster or of another one. These slices are still in the L2 cache. With groups of two rows,
+//     four rows and three columns of tiles are taken in this order:
+//
+//         group 0     0   2   4
+//                     1   3   5
+//         group 1    10   8   6
+//                    11   9   7
+//
 //   - What one cluster has read from memory, the other clusters find in the L2 cache. If the cache
 //     does not hold all that the tiles of a square need, they find it there only while all of them
 //     are at about the same k. So then the clusters keep in step: Pace makes the fast ones wait.
@@ -1234,8 +1241,9 @@ struct Pace {
     ++mine;
   }
 
-  // Nobody shall wait for this cluster any more: it counts as having made `most` paces. The last
-  // one leaves a 0 for the next launch.
+  // Nobody shall wait for this cluster any more: it counts as having made `most` paces. Then all
+  // clusters together have made most * clusters, and who counts the last of them leaves a 0 for the
+  // next launch.
   __device__ void end(unsigned most) {
     const GridCount counter(*total);
     const unsigned rest = most - mine;
@@ -1298,6 +1306,7 @@ __global__ void HOPPER_CLUSTER(2) __launch_bounds__(384, 1)
         }
       }
       writer.finish();
+      // As many paces as a cluster makes that has a tile in each round.
       if (in_step) pace.end((tiles + clusters - 1) / clusters * (steps / Pace::kSteps));
     }
   } else {

@@ -1,14 +1,13 @@
 // What every kernel of the fully connected product knows when it is compiled: the planes of each
-// grade triple, and how the triples are divided among blocks. Matrices of weights in TF32.
+// grade triple. Matrices of weights in TF32.
 #pragma once
 
 #include "operators/clifford/algebra.cuh"
 #include "operators/clifford/clifford.cuh"
 #include "operators/clifford/tensors.h"
-#include "operators/clifford_connected/tf32_tiles.cuh"
-#include "primitives/async_copy.cuh"
 #include "primitives/early_launch.cuh"
 #include "primitives/launch.h"
+#include "primitives/mma.cuh"
 
 namespace operators::clifford_connected {
 
@@ -62,45 +61,6 @@ template <typename A>
 inline constexpr int kPlanes = kFirstPlane<A, A::kGrades>;
 static_assert(kPlanes<Cl<3, 0, 0>> == 44 && kPlanes<Cl<2, 0, 0>> == 14);
 
-/// A block works on four blades of the result: in 2-D these are all, in 3-D grades 0 and 1, or 2
-/// and 3. In either algebra 10 triples lead to them. In a BladeGroup triples are in the order of
-/// their results' grades.
-template <typename A, int group>
-struct BladeGroup {
-  static_assert(A::kBlades % 4 == 0);
-  static constexpr int kFirstBlade = 4 * group, kBlades = 4;
-  static constexpr int kFirstGrade = A::grade(kFirstBlade);
-  static constexpr int kEndGrade = A::grade(kFirstBlade + kBlades - 1) + 1;
-  static_assert(A::first(kFirstGrade) == kFirstBlade && A::first(kEndGrade) == kFirstBlade + 4);
-
-  __host__ __device__ static constexpr int triples(int grade) { return Order<A>::triples(grade); }
-  __host__ __device__ static constexpr int triple(int grade, int i) {
-    return Order<A>::triple(grade, i);
-  }
-  /// The group's triples before those of a grade, and its planes before those of the i-th of them.
-  __host__ __device__ static constexpr int before(int grade) {
-    int sum = 0;
-    for (int c = kFirstGrade; c < grade; ++c) sum += triples(c);
-    return sum;
-  }
-  __host__ __device__ static constexpr int plane(int grade, int i) {
-    int sum = i * A::blades_of(grade);
-    for (int c = kFirstGrade; c < grade; ++c) sum += triples(c) * A::blades_of(c);
-    return sum;
-  }
-  static constexpr int kTriples = before(kEndGrade);
-  static constexpr int kPlanes = plane(kEndGrade - 1, triples(kEndGrade - 1));
-
-  /// visit(grade, i) with constants, for each of the group's triples.
-  template <typename Visit>
-  __device__ __forceinline__ static void for_triples(Visit visit) {
-    unroll<kFirstGrade, kEndGrade>(
-        [&](auto c) { unroll<0, triples(c)>([&](auto i) { visit(c, i); }); });
-  }
-};
-template <typename A>
-inline constexpr int kBladeGroups = A::kBlades / 4;
-
 /// x becomes gate(x_0) gate(y_0) x: then x y is x' y'.
 template <typename A, int W>
 __device__ __forceinline__ void apply_gates(Multivectors<A, W>& x, const Multivectors<A, W>& y) {
@@ -109,14 +69,6 @@ __device__ __forceinline__ void apply_gates(Multivectors<A, W>& x, const Multive
 #pragma unroll
     for (int e = 0; e < W; ++e) x.blade[i].v[e] *= factor.v[e];
   });
-}
-
-// Of a row and feature that is there; zeros of others.
-template <typename A>
-__device__ __forceinline__ Multivectors<A, 1> load_inside(const float* from, int n, int f,
-                                                          const Layer& layer) {
-  if (n >= layer.batch || f >= layer.features) return {};
-  return load<A>(from + static_cast<size_t>(n) * layer.features + f, layer.plane());
 }
 
 __device__ inline float rounded_to_tf32(float value) { return __uint_as_float(to_tf32(value)); }
@@ -162,38 +114,6 @@ __global__ void round_weights(const float* w, float* to, int features, int strid
       inside ? rounded_to_tf32(w[(t * features + row) * features + col]) : 0;
 }
 
-/// out = z / rms(z) for each grade, in place; keeps 1 / rms (grades, batch) for backward. A block a
-/// row, W features a thread at a time; it reads the row twice, the second time from a cache.
-template <typename A, int W>
-__global__ void normalize_rows(float* out, float* inverses, Layer layer) {
-  __shared__ FeatureSums<A::kGrades> partials[kMaxWarps];
-  const size_t row = static_cast<size_t>(blockIdx.x) * layer.features, plane = layer.plane();
-  const auto pack = [&](int k, int f) -> Pack<W>& {
-    return *reinterpret_cast<Pack<W>*>(out + k * plane + row + f);
-  };
-  wait_for_previous_kernel();
-  FeatureSums<A::kGrades> squares = {};
-  for (int f = threadIdx.x * W; f < layer.features; f += blockDim.x * W) {
-    Multivectors<A, W> z;
-    unroll<0, A::kBlades>([&](auto k) { z.blade[k] = pack(k, f); });
-    add_squares(z, squares);
-  }
-  add_up_row(squares, partials, blockDim.x / 32);
-  unroll<0, A::kGrades>([&](auto c) {
-    const float r = inverse_rms(squares.value[c], layer);
-    if (threadIdx.x == 0) inverses[static_cast<size_t>(c) * layer.batch + blockIdx.x] = r;
-    squares.value[c] = r;
-  });
-  for (int f = threadIdx.x * W; f < layer.features; f += blockDim.x * W) {
-    unroll<0, A::kBlades>([&](auto k) {
-      Pack<W> z = pack(k, f);
-#pragma unroll
-      for (int e = 0; e < W; ++e) z.v[e] *= squares.value[A::grade(k)];
-      pack(k, f) = z;
-    });
-  }
-}
-
 /// dw = the sum of `count` partial sums, in their order; a thread four neighbours.
 __global__ void sum_weight_gradients(const float* partials, float* dw, int count, size_t size) {
   const size_t first = (static_cast<size_t>(blockIdx.x) * blockDim.x + threadIdx.x) * 4;
@@ -214,15 +134,6 @@ __global__ void sum_weight_gradients(const float* partials, float* dw, int count
       dw[at] = sum;
     }
   }
-}
-
-template <typename A>
-void normalize(const CliffordTensors& of, float* inverses) {
-  const Layer& layer = of.layer;
-  if (!layer.normed) return;
-  const bool fours = layer.features % 4 == 0;
-  launch_early(fours ? normalize_rows<A, 4> : normalize_rows<A, 1>, layer.batch,
-               fours && layer.features <= 512 ? 128 : 256, 0, of.out.data(), inverses, layer);
 }
 
 // Where several blocks or clusters have shared the batch, dw is the sum of their partial sums.

@@ -50,12 +50,8 @@ HEADERS = {
     GPUS: ("problems/diffusion/gpus.cuh",),
     "8_spatial_gradients": SHARED,
     "9_matmul_softmax": SHARED,
-    CONNECTED: ("operators/clifford_connected/planes.cuh", "operators/clifford_connected/few_rows.cuh",
-                "operators/clifford_connected/tasks.cuh", "operators/clifford_connected/layer.cuh"),
+    CONNECTED: SHARED,
     "operators_attention": ("operators/attention/hopper.cuh", "operators/attention/layer.cuh"),
-}
-# What these lessons have of operators until they have kernels of their own.
-HEADERS.update({
     "operators_gradients": (*SHARED, "operators/gradients/features.cuh", "operators/gradients/forward.cuh",
                             "operators/gradients/backward.cuh", "operators/gradients/tiles.cuh"),
     "operators_softmax": (*SHARED, KERNEL, "operators/softmax/softmax_product.cuh", "operators/softmax/cluster.cuh",
@@ -64,8 +60,10 @@ HEADERS.update({
                           "operators/softmax/few.cuh"),
     "operators_clifford": ("operators/clifford/row_exchange.cuh", "operators/clifford/streamed.cuh",
                            "operators/clifford/layer.cuh"),
-    "operators_clifford_connected": HEADERS[CONNECTED],
-})
+    "operators_clifford_connected": (
+        "operators/clifford_connected/planes.cuh", "operators/clifford_connected/few_rows.cuh",
+        "operators/clifford_connected/tasks.cuh", "operators/clifford_connected/layer.cuh"),
+}
 OPERATORS = tuple(f"operators_{name}" for name in (
     "gating", "diffusion", "gradients", "softmax", "clifford", "clifford_connected", "attention"))
 LESSONS = ("3_matmul_tensorcore", "6_gating_fused", "7_diffusion_fused", "8_spatial_gradients", "9_matmul_softmax",
@@ -143,6 +141,13 @@ OTHERS = {
         (r"Block::to_factor\(probs, logits\);\s+\}\s+\}[\s\S]*?(give_back\(v\))", "static_cast<void>(0)"),
         (r"(EachWarp::release\(shared\.results\[own\.stage\]\[consumer\]\))", "static_cast<void>(0)"),
         (r"if \((last)\) \{", "true"),
+    ],
+    # Planes that are read before they are there, or told of before whoever sees that sees them, too; a
+    # unit that is told of twice, and the next one never.
+    CONNECTED: [
+        (r"if \((patch >= row_blocks \* slices)\) \{", "false"),
+        (r"fetch_add\(kAtOnce, (cuda::memory_order_release)\)", "cuda::memory_order_relaxed"),
+        (r"make\(unit\[i\]\);\s+last = (patch);", "last < 0 ? patch : last"),
     ],
     # The steps of a block are those of operators/diffusion/one_launch.cuh, whose mistakes are above.
     GPUS: [
@@ -269,7 +274,7 @@ _METHOD = re.compile(r"\b(?:(?:out|cluster|grid)\.(?:template )?(?:wait|meet|rel
 # Runs of which a row's second kernel turns its output into something else, in place.
 ROWS_OF_CLASSES = ("9", "--inputs", "1101", "--classes", "301", "--kinds", "--kernel", "^unfused.*: cluster")
 HALF_FUSED = ("20", "--inputs", "40", "--classes", "8300", "--kinds", "--kernel", "^fused.*: exchange")
-PLANES_BESIDE = ("390", "--features", "130", "--algebra", "2,0,0", "--kernel", "^planes beside$")
+PLANES_BESIDE = ("390", "--features", "132", "--algebra", "2,0,0", "--kernel", "^planes beside$")
 IN_PLACE = (ROWS_OF_CLASSES, HALF_FUSED, PLANES_BESIDE)
 
 # What a mistake needs to show: several tiles for each block, more steps than stages, and clusters
@@ -343,12 +348,13 @@ RUNS = {
         # Blocks that do not wait for one another, and each have several tiles and strips.
         (("300", "--inputs", "72", "--classes", "1500", "--all", "--kernel", "^(unfused|online) specialized"), 4),
     ],
-    # Small tiles; clusters of two blocks, with planes beside, whose tiles wait for one another; few rows,
-    # whose weights are the left factor, and shared sums. With fewer rows planes beside have small tiles.
+    # Small tiles; clusters of two blocks, and these with planes beside, whose tiles wait for one another. In the last
+    # run the first tiles need planes that are made beside them.
     CONNECTED: [
-        (("100", "--features", "130", "--algebra", "2,0,0", "--no-norm", "--kernel", "^planes first$"), 2),
+        (("100", "--features", "132", "--algebra", "2,0,0", "--no-norm", "--kernel", "^planes first$"), 2),
+        (("200", "--features", "132", "--algebra", "2,0,0", "--no-norm", "--kernel", "^planes first$"), 2),
         (PLANES_BESIDE, 4),
-        (("4", "--features", "384", "--algebra", "2,0,0", "--kernel", "^planes first$"), 8),
+        (("60", "--features", "260", "--algebra", "2,0,0", "--no-norm", "--turned", "--kernel", "^planes beside$"), 4),
     ],
     # More tiles of keys than stages, for two blocks, of which one has less than a tile of rows.
     ATTENTION: [
@@ -421,7 +427,12 @@ RUNS["operators_clifford"] = [
     # Backward's weights are in shared memory.
     (("9", "--features", "300", "--algebra", "3,0,1", "--kernel", "streamed"), 2),
 ]
-RUNS["operators_clifford_connected"] = RUNS[CONNECTED]
+# Features that are no multiple of 4; few rows, whose weights are the left factor, and shared sums.
+RUNS["operators_clifford_connected"] = [
+    (("100", "--features", "130", "--algebra", "2,0,0", "--no-norm", "--kernel", "^planes first$"), 2),
+    (("390", "--features", "130", "--algebra", "2,0,0", "--kernel", "^planes beside$"), 4),
+    (("4", "--features", "384", "--algebra", "2,0,0", "--kernel", "^planes first$"), 8),
+]
 
 
 @dataclass(frozen=True)

@@ -135,8 +135,6 @@ HEADERS = {
     ATTENTION: (RING,),
     OF_ATTENTION: ("operators/attention/layer.cuh", "operators/attention/hopper.cuh",
                    "operators/attention/portable.cuh", RING),
-    CONNECTED: ("operators/clifford_connected/layer.cuh", "operators/clifford_connected/few_rows.cuh",
-                "operators/clifford_connected/gradients.cuh"),
     PRODUCT: ("operators/product/fp32.cuh",),
     TENSOR_CORES: (RING,),
     FUSED: ("primitives/wmma_fragments.cuh", RING),
@@ -245,15 +243,20 @@ BARRIERS = [
     (ATTENTION, "tensor cores", "int next() {", 1, ATTENTION_ARGUMENTS),
     (OF_ATTENTION, "operator", "attention_merge(", 1, MERGED_ATTENTION_ARGUMENTS),
     (OF_ATTENTION, "operator", "int next() {", 1, ATTENTION_ARGUMENTS),
+    (CONNECTED, "planes in tiles", "void add_up_block(", 1, CONNECTED_ARGUMENTS),
     (CONNECTED, "planes in tiles", "void forward_tile(", 2, CONNECTED_ARGUMENTS),
     (CONNECTED, "planes in tiles", "void plane_gradients(", 3, CONNECTED_ARGUMENTS),
     (CONNECTED, "planes in tiles", "input_gradient_tiles(", 1, CONNECTED_ARGUMENTS),
     (CONNECTED, "planes in tiles", "void weight_gradient_tile(", 2, CONNECTED_ARGUMENTS),
+    (CONNECTED, "planes first", "void transpose(", 1, CONNECTED_ARGUMENTS),
+    (CONNECTED, "planes first", "void turn_grade(", 2, CONNECTED_ARGUMENTS),
     (MEMORY, "shared memory", "chase_shared(", 1, ("1",)),
     (MEMORY, "shared memory", "read_shared(", 1, ("1",)),
 ]
 
 
+# Rows of Hopper, some of whose kernels have barriers and no word of Hopper.
+OF_HOPPER = {"planes first"}
 DATA_RACE = "ThreadSanitizer: data race"
 # What the first thread reads without the barrier is where it reads next: it leaves the block's memory before
 # another thread has written.
@@ -280,6 +283,7 @@ def _missing_barriers():
                 nth=nth,
                 report="ThreadSanitizer: SEGV" if function in FOLLOWED else DATA_RACE,
                 arguments=(*arguments, "--kernel", f"^{kernel}$"),
+                capability="90" if kernel in OF_HOPPER else "80",
             )
 
 

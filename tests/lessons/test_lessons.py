@@ -80,9 +80,10 @@ ALGEBRAS = [
 # blocks; rows that fill no warp, one, several, and a number of warps that is no power of two.
 CLIFFORD_SIZES = [(1, 1), (3, 1), (1, 4), (31, 3), (3, 32), (2, 33), (33, 4), (5, 132), (130, 8), (2, 260)]
 
-# The same where features are mixed: less than a tile and more, in rows, columns and steps; odd rows.
-CONNECTED_SIZES = [(1, 1), (65, 8), (70, 33), pytest.param(3, 200, marks=pytest.mark.extensive)] + [
-    pytest.param(*size, marks=LONG) for size in [(3, 2), (8, 48), (5, 70), (130, 136), (5, 333)]]
+# The same where features are mixed: less than a tile and more, in rows, columns and steps; features that only the
+# library takes.
+CONNECTED_SIZES = [(1, 4), (65, 8), (70, 36), pytest.param(3, 200, marks=pytest.mark.extensive)] + [
+    pytest.param(*size, marks=LONG) for size in [(3, 2), (8, 48), (5, 72), (130, 136), (5, 332)]]
 
 # S, T, heads, heads of keys, d, both without a mask and with it: less than a tile, and more, of each extent; more
 # queries than keys, of which some see none; several heads of keys that heads share; widths that only the operator has.
@@ -197,8 +198,7 @@ STAYING = [
     ("8_spatial_gradients", ("--kernel", "^(warp specialization|cluster)$"), 2),
     ("9_matmul_softmax", ("300", "--inputs", "72", "--classes", "388", "--kernel", "^exchange tiles$"), 4),
     ("bonus_diffusion_gpus", (), 3),
-    *(pytest.param(lesson, arguments, multiprocessors, marks=[pytest.mark.extensive] * (
-        "3,0,1" in arguments or lesson == CONNECTED and "384" in arguments))
+    *(pytest.param(lesson, arguments, multiprocessors, marks=[pytest.mark.extensive] * ("3,0,1" in arguments))
       for lesson in hopper_mutants.LESSONS for arguments, multiprocessors in hopper_mutants.RUNS[lesson]),
 ]
 
@@ -583,18 +583,29 @@ def test_clifford_by_hand_is_in_the_plane_alone(run):
 @pytest.mark.parametrize("algebra, blades", [("2,0,0", 4), ("3,0,0", 8)])
 def test_connected(run, backend, algebra, blades, batch, features):
     arguments = (batch, "--features", features, "--algebra", algebra)
-    result = run(CONNECTED, *arguments, "--samples", 1)
-    assert_verified(result, listed(CONNECTED, backend, *arguments), 1)
-    for dims in dims_of(result).values():
-        assert dims == {"batch": batch, "features": features, "blades": blades}
-    assert "gradients agree with finite differences" in result.stdout
+    rows = listed(CONNECTED, backend, *arguments)
+    # All rows of the largest size in a run would take so long that the program says how long.
+    for kernels in ("unfused|tiles", "first|beside") if batch * features > 10000 else (".",):
+        result = run(CONNECTED, *arguments, "--kernel", kernels, "--samples", 1)
+        assert_verified(result, [row for row in rows if re.search(kernels, row[1])], 1)
+        for dims in dims_of(result).values():
+            assert dims == {"batch": batch, "features": features, "blades": blades}
+        assert "gradients agree with finite differences" in result.stdout
+
+
+def test_connected_takes_whole_vectors(run):
+    """Of other rows only the library's kernel is there, and a line says why."""
+    result = run(CONNECTED, 3, "--features", 9, "--algebra", "2,0,0", "--samples", 1)
+    assert result.rc == 0, result.stdout + result.stderr
+    assert {kernel["name"] for _, kernel in result.kernels} == {"unfused"}
+    assert 'Only "unfused" takes features that are no multiple of 4' in " ".join(result.stdout.split())
 
 
 @pytest.mark.parametrize("shape", [(3, 200), (2, 201), (3, 200, "--no-norm")])
 def test_connected_few_rows(shape):
     """On the CPU's device, with so many multiprocessors that clusters share sums. Rows of 201 are copied."""
-    result = execute([program(CONNECTED, "cpu"), shape[0], "--features", *shape[1:], "--algebra", "2,0,0",
-                      "--device", "cpu", "--samples", 1, "--kernel", "planes first"],
+    result = execute([program("operators_clifford_connected", "cpu"), shape[0], "--features", *shape[1:],
+                      "--algebra", "2,0,0", "--device", "cpu", "--samples", 1, "--kernel", "planes first"],
                      env={"CUDA_CPU_MULTIPROCESSORS": "132"})
     assert result.rc == 0, result.stdout + result.stderr
     assert "All 2 kernels verified" in result.stdout

@@ -23,7 +23,7 @@ RUNS = [
     ("10_clifford_gp", "3 --features 40 --no-norm"),
     ("10_clifford_gp", "3 --features 260 --algebra 2,0,0"),
     pytest.param("10_clifford_gp", "1 --features 300 --algebra 3,0,1", marks=pytest.mark.extensive),
-    ("bonus_clifford_fully_connected", "5 --features 33 --algebra 2,0,0"),
+    ("bonus_clifford_fully_connected", "5 --features 36 --algebra 2,0,0"),
     ("bonus_clifford_fully_connected", "3 --features 12 --no-norm"),
     ("operators_diffusion", "200 --eigen 64 --width 64"),
     ("operators_diffusion", "200 --eigen 136 --width 320"),

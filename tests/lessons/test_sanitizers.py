@@ -57,11 +57,11 @@ SPATIAL_SIZES = [
 ]
 
 
-# Features are mixed: two tiles of rows, an odd number of features, more than a step. In 3-D the
+# Features are mixed: two tiles of rows, features that end within a step, more than a step. In 3-D the
 # sanitizers take minutes.
 CONNECTED_SIZES = [
-    ("66", "--features", "17", "--algebra", "2,0,0"),
-    ("3", "--features", "9", "--algebra", "2,0,0", "--no-norm"),
+    ("66", "--features", "20", "--algebra", "2,0,0"),
+    ("3", "--features", "12", "--algebra", "2,0,0", "--no-norm"),
 ]
 
 
@@ -163,7 +163,8 @@ def test_identities_are_cheap():
 @pytest.mark.extensive
 @pytest.mark.parametrize("mutant", SANITIZED, ids=lambda mutant: mutant.name)
 def test_mutant_is_reported(mutant):
-    environment = {"MISTAKE": str(mutant.number), **FEW_MULTIPROCESSORS}
+    environment = {"MISTAKE": str(mutant.number), **FEW_MULTIPROCESSORS,
+                   "CUDA_CPU_COMPUTE_CAPABILITY": mutant.capability}
     result = run_sanitized(
         mutant.build, f"mutants/{mutant.program}", mutant.arguments, environment
     )

@@ -19,7 +19,7 @@ SMALL = {
     "5_gating_unfused": LAYER, "6_gating_fused": ("8", "--channels", "8", "--hidden", "8"), "7_diffusion_fused": MESH,
     "8_spatial_gradients": MESH, "9_matmul_softmax": ("8", "--inputs", "16"),
     "10_clifford_gp": ("3", "--features", "12"), "9_softmax_training": ("8", "--inputs", "16"),
-    "bonus_clifford_fully_connected": ("3", "--features", "9"), "bonus_memory": ("1",),
+    "bonus_clifford_fully_connected": ("3", "--features", "12"), "bonus_memory": ("1",),
 }
 # Which rows these have depends on the shape.
 ROWS_OF_THE_SHAPE = ("9_matmul_softmax", "9_softmax_training", "bonus_diffusion_gpus")
