@@ -1,6 +1,7 @@
 #include <cuda.h>
 
 #include <algorithm>
+#include <array>
 #include <atomic>
 #include <cmath>
 #include <cstdlib>
@@ -9,7 +10,9 @@
 #include <memory>
 #include <mutex>
 #include <optional>
+#include <span>
 #include <tuple>
+#include <utility>
 
 #include "operators/device_facts.h"
 #include "operators/library/call.h"
@@ -39,7 +42,17 @@ void note(const char* sentence) noexcept { copy(error, sentence); }
 
 uintptr_t address(const void* pointer) { return reinterpret_cast<uintptr_t>(pointer); }
 
-bool overlap(const Argument& a, const Argument& b) {
+/// An argument of a call. `alignment` in bytes.
+struct Given {
+  const char* name;
+  const void* data;
+  size_t bytes;
+  bool written;
+  size_t alignment = 16;
+};
+using Pointers = std::span<const void* const>;  // of a call's operands
+
+bool overlap(const Given& a, const Given& b) {
   return address(a.data) < address(b.data) + b.bytes && address(b.data) < address(a.data) + a.bytes;
 }
 
@@ -294,6 +307,72 @@ class Asking {
   Asking& operator=(const Asking&) = delete;
 };
 
+/// A description as this library knows it, in words.
+using Words = std::array<uint64_t, kMostKnown / 8>;
+
+/// Fields that the caller does not know are 0. Those that this library does not know have to be.
+Words known(const Function& function, const void* description) {
+  const std::string name = function.name;
+  if (!description) throw Refusal{FK_BAD_ARGUMENT, name + " is NULL"};
+  size_t size = 0;
+  std::memcpy(&size, description, sizeof size);
+  if (size % 8 != 0 || size < function.shortest || size > kMostDescription) {
+    throw Refusal{FK_BAD_ARGUMENT, name + ": size is " + std::to_string(size) +
+                                       "; it has to be a multiple of 8 from " +
+                                       std::to_string(function.shortest) + " to " +
+                                       std::to_string(kMostDescription)};
+  }
+  const auto* const bytes = static_cast<const unsigned char*>(description);
+  for (size_t i = function.bytes; i < size; ++i) {
+    if (bytes[i] == 0) continue;
+    throw Refusal{FK_BAD_ARGUMENT, name + ": size is " + std::to_string(size) +
+                                       "; this library knows " + std::to_string(function.bytes) +
+                                       " bytes, and the others have to be 0"};
+  }
+  Words words = {};
+  std::memcpy(words.data(), description, std::min(size, function.bytes));
+  std::memcpy(words.data(), &function.bytes, sizeof function.bytes);
+  function.clear_padding(words.data());
+  return words;
+}
+
+}  // namespace
+
+/// What plans are told apart by: all that a call has but its pointers.
+class Key {
+ public:
+  Key(const Function& function, const void* description, cudaStream_t stream)
+      : function_(&function), stream_(stream), description_(known(function, description)) {
+    check(cudaGetDevice(&device_), "cudaGetDevice");
+    context_ = context_of_thread();
+    const auto mix = [this](uint64_t word) {
+      hash_ = (hash_ ^ word) * 0x9E3779B97F4A7C15;
+      hash_ ^= hash_ >> 32;
+    };
+    for (const uint64_t each : {address(stream_), context_, address(function_)}) mix(each);
+    for (size_t i = 0; i < function.bytes / 8; ++i) mix(description_[i]);
+  }
+
+  bool operator==(const Key&) const = default;
+  uint64_t hash() const { return hash_; }
+  int device() const { return device_; }
+  uint64_t context() const { return context_; }
+  cudaStream_t stream() const { return stream_; }
+  const char* name() const { return function_->name; }
+  Task task() const { return function_->task(description_.data()); }
+  /// Without stream and context: whatever these are, the same way is the fastest.
+  auto without_stream() const { return std::tuple(function_, device_, description_); }
+
+ private:
+  const Function* function_;
+  cudaStream_t stream_;
+  Words description_;
+  int device_ = 0;
+  uint64_t context_ = 0, hash_ = 0;
+};
+
+namespace {
+
 /// The fastest ways that were found by trying, of all threads.
 class Tunings {
  public:
@@ -321,20 +400,10 @@ class Tunings {
  private:
   static constexpr size_t kMost = 4096;
   std::mutex mutex_;
-  std::map<std::string, std::string> names_;
+  std::map<decltype(std::declval<Key>().without_stream()), std::string> names_;
 };
 
 }  // namespace
-
-void check_description(const char* name, const void* description, size_t size) {
-  if (!description) throw Refusal{FK_BAD_ARGUMENT, std::string(name) + " is NULL"};
-  const size_t found = *static_cast<const size_t*>(description);
-  if (found != size) {
-    throw Refusal{FK_BAD_ARGUMENT, std::string(name) + ": size is " + std::to_string(found) +
-                                       "; this library's struct has " + std::to_string(size) +
-                                       " bytes"};
-  }
-}
 
 void check_type(const char* name, int type, std::initializer_list<fk_type> types) {
   std::string known;
@@ -390,7 +459,7 @@ void check_capability(const char* name, int least) {
 namespace {
 
 /// Refuses what is not memory of the device, which is the current one.
-void check_place(const Argument& argument, int device) {
+void check_place(const Given& argument, int device) {
   const uint64_t number = KnownAllocations::number_of(argument.data);
   if (number != 0 && known_allocations.has(number)) return;
   cudaPointerAttributes attributes = {};
@@ -408,8 +477,8 @@ void check_place(const Argument& argument, int device) {
 }
 
 /// Refuses the last argument. Those before it have been checked.
-void check_last(std::span<const Argument> arguments, int device) {
-  const Argument& last = arguments.back();
+void check_last(std::span<const Given> arguments, int device) {
+  const Given& last = arguments.back();
   if (!last.data) throw Refusal{FK_BAD_ARGUMENT, std::string(last.name) + " is NULL"};
   if (address(last.data) % last.alignment != 0) {
     throw Refusal{FK_BAD_ALIGNMENT, std::string(last.name) + ": the pointer is not aligned to " +
@@ -418,7 +487,7 @@ void check_last(std::span<const Argument> arguments, int device) {
   if (address(last.data) + last.bytes < address(last.data)) {
     throw Refusal{FK_BAD_SHAPE, std::string(last.name) + " ends beyond the address space"};
   }
-  for (const Argument& other : arguments.first(arguments.size() - 1)) {
+  for (const Given& other : arguments.first(arguments.size() - 1)) {
     if (!(last.written || other.written) || !overlap(last, other)) continue;
     const auto& [out, in] = last.written ? std::tie(last, other) : std::tie(other, last);
     throw Refusal{FK_OVERLAP, std::string(out.name) + ", which is written, overlaps " + in.name};
@@ -426,133 +495,89 @@ void check_last(std::span<const Argument> arguments, int device) {
   check_place(last, device);
 }
 
-}  // namespace
-
-void Key::finish(const char* name, int variant) {
-  check(cudaGetDevice(&device_), "cudaGetDevice");
-  all_[0] = address(stream_);
-  all_[1] = context_of_thread();
-  all_[2] = address(name);
-  all_[3] = static_cast<uint64_t>(device_) << 32 | static_cast<uint32_t>(variant);
-  for (size_t i = 0; i < words_; ++i) {
-    hash_ = (hash_ ^ all_[i]) * 0x9E3779B97F4A7C15;
-    hash_ ^= hash_ >> 32;
-  }
+[[noreturn]] void refuse_shape() {
+  throw Refusal{FK_BAD_SHAPE, "this device has no way to compute this shape"};
 }
 
+}  // namespace
+
+/// An operator that is ready to be launched, for any pointers.
 class Plan {
  public:
-  Plan(const Key& key, Operator make)
-      : key_(key), make_(std::move(make)), capability_(capability_to_plan_for()) {
-    const TakingFor device(capability_);
-    choose();
+  /// It computes in the way of this name, or else in the one that should be the fastest. Throws a
+  /// Refusal for what cannot be computed.
+  explicit Plan(const Key& key, const std::string& way_name = {})
+      : key_(key), task_(key.task()), capability_(capability_to_plan_for()) {
+    if (task_.arguments.size() > kMostOperands) throw primitives::Error("too many arguments");
+    choose(way_name);
   }
   Plan(const Plan&) = delete;  // its way refers to it
   Plan& operator=(const Plan&) = delete;
 
   const Key& key() const { return key_; }
+  size_t operands() const { return task_.arguments.size(); }
+  /// In bytes, as a query says it too.
+  size_t workspace() const { return needed_; }
 
-  /// Copies what a call brings, or refuses it.
-  void accept(std::span<const Argument> arguments, void* workspace, size_t bytes) {
-    constexpr size_t kMost = std::size(Running{}.operands);
-    Argument all[kMost + 1];
-    if (arguments.size() > kMost) throw primitives::Error("too many arguments");
+  /// Copies what a call brings, a pointer for each operand, or refuses it.
+  void accept(Pointers pointers, void* workspace, size_t bytes) {
+    // What an earlier call of the caller's own has left is not this call's to report as its own.
+    check(cudaPeekAtLastError(), "an earlier call, before this one");
+    Given all[kMostOperands + 1];
     known_allocations.are_of(key_.context());
     size_t count = 0;
-    for (const Argument& each : arguments) {
-      all[count++] = each;
-      check_last({all, count}, key_.device());
+    for (const Argument& each : task_.arguments) {
+      all[count] = {each.name, pointers[count], each.bytes, each.written};
+      check_last({all, ++count}, key_.device());
     }
     if (bytes < needed_) {
       throw Refusal{FK_BAD_WORKSPACE, "workspace has " + std::to_string(bytes) + " bytes; " +
                                           std::to_string(needed_) + " are needed"};
     }
     if (needed_ > 0) {
-      all[count++] = {"workspace", workspace, needed_, kAligned, true};
+      all[count++] = {"workspace", workspace, needed_, true, kAligned};
       check_last({all, count}, key_.device());
     }
-    for (size_t i = 0; i < arguments.size(); ++i) {
-      running_.operands[i] = const_cast<void*>(arguments[i].data);
+    for (size_t i = 0; i < pointers.size(); ++i) {
+      running_.operands[i] = const_cast<void*>(pointers[i]);
     }
     running_.workspace = static_cast<char*>(workspace);
   }
 
-  /// To be called after accept(). While fk_tune() says so the ways are tried first, if they have
-  /// not been. (In a graph that is being captured nothing can be.)
+  /// To be called after accept().
   void launch() {
     const TakingFor device(capability_);
-    Tunings& tunings = Tunings::all();
-    if (tunings.on.load(std::memory_order_relaxed) && tunings.of(key_).empty() && !captured()) {
-      tunings.set(key_, fastest());
-    }
-    if (tuned_ != tunings.changes.load(std::memory_order_acquire)) choose();
     run(best_);
     copy(way, best_.name.c_str());
   }
 
- private:
-  /// Chooses the way. `needed_` is what the one takes that should be the fastest, since that is
-  /// what a query says.
-  void choose() {
-    Tunings& tunings = Tunings::all();
-    tuned_ = tunings.changes.load(std::memory_order_acquire);
+  /// Chooses the way, as the constructor does. `needed_` is what the one takes that should be the
+  /// fastest, since that is what a query says.
+  void choose(const std::string& way_name) {
+    const TakingFor device(capability_);
     Carver carver(running_, key_.stream());
-    const std::vector<Way> ways = carver.ways(make_, carver.workspace());
-    if (ways.empty()) throw Refusal{FK_BAD_SHAPE, "this device has no way to compute this shape"};
+    const std::vector<Way> ways = carver.ways(task_.make, carver.workspace());
+    if (ways.empty()) refuse_shape();
     // One way, or the fastest one of several kinds of ways, which come first where they are equal.
     const Way expected = *std::min_element(ways.begin(), ways.end(), sooner);
     needed_ = carver.used();
-    const std::string tuned = tunings.of(key_);
     std::optional<Way> other;
-    if (!tuned.empty() && tuned != expected.name) other = named(tuned);
+    if (!way_name.empty() && way_name != expected.name) other = named(way_name);
     best_ = other ? *other : expected;
     answers_ = {};
   }
-  static bool sooner(const Way& a, const Way& b) { return a.microseconds < b.microseconds; }
 
-  /// The way of this name, if it needs no more workspace than `needed_`.
-  std::optional<Way> named(const std::string& name) const {
-    Carver carver(running_, key_.stream());
-    const std::vector<Way> ways = carver.ways(make_, carver.workspace(name));
-    const auto found =
-        std::find_if(ways.begin(), ways.end(), [&](const Way& way) { return way.name == name; });
-    if (found == ways.end() || carver.used() > needed_) return {};
-    return *found;
-  }
-
-  void run(const Way& chosen) {
-    ++running_.number;
-    const Asking asking(answers_);
-    chosen.launch();
-    check(cudaPeekAtLastError(), "the launch");
-  }
-
+  /// Whether its stream is captured: then no way can be tried.
   bool captured() const {
     cudaStreamCaptureStatus status;
     check(cudaStreamIsCapturing(key_.stream(), &status), "cudaStreamIsCapturing");
     return status != cudaStreamCaptureStatusNone;
   }
 
-  /// The ways to try: first the one that is used otherwise, then the others, those first that
-  /// should be the fastest.
-  std::vector<Way> ways_to_try() const {
-    Carver carver(running_, key_.stream());
-    Workspace workspace = carver.workspace();
-    workspace.all_ways = true;
-    std::vector<Way> all = carver.ways(make_, workspace);
-    std::stable_sort(all.begin(), all.end(), sooner);
-    std::vector<Way> ways = {best_};
-    for (const Way& each : all) {
-      if (ways.size() >= kMostTried || each.microseconds > kHopeless * all[0].microseconds) break;
-      const auto same = [&](const Way& way) { return way.name == each.name; };
-      if (std::any_of(ways.begin(), ways.end(), same)) continue;
-      if (std::optional<Way> way = named(each.name)) ways.push_back(std::move(*way));
-    }
-    return ways;
-  }
-
-  /// The name of the fastest of them, found by launching each for the operands of this call.
+  /// The name of the fastest of the ways to try, found by launching each. To be called after
+  /// accept().
   std::string fastest() {
+    const TakingFor device(capability_);
     const std::vector<Way> ways = ways_to_try();
     const Event start, end;
     const cudaStream_t stream = key_.stream();
@@ -582,6 +607,44 @@ class Plan {
     return ways[*best < kClearly * least[0] ? best - least.begin() : 0].name;
   }
 
+ private:
+  static bool sooner(const Way& a, const Way& b) { return a.microseconds < b.microseconds; }
+
+  /// The way of this name, if it needs no more workspace than `needed_`.
+  std::optional<Way> named(const std::string& name) const {
+    Carver carver(running_, key_.stream());
+    const std::vector<Way> ways = carver.ways(task_.make, carver.workspace(name));
+    const auto found =
+        std::find_if(ways.begin(), ways.end(), [&](const Way& way) { return way.name == name; });
+    if (found == ways.end() || carver.used() > needed_) return {};
+    return *found;
+  }
+
+  void run(const Way& chosen) {
+    ++running_.number;
+    const Asking asking(answers_);
+    chosen.launch();
+    check(cudaPeekAtLastError(), "the launch");
+  }
+
+  /// The ways to try: first the one that is used otherwise, then the others, those first that
+  /// should be the fastest.
+  std::vector<Way> ways_to_try() const {
+    Carver carver(running_, key_.stream());
+    Workspace workspace = carver.workspace();
+    workspace.all_ways = true;
+    std::vector<Way> all = carver.ways(task_.make, workspace);
+    std::stable_sort(all.begin(), all.end(), sooner);
+    std::vector<Way> ways = {best_};
+    for (const Way& each : all) {
+      if (ways.size() >= kMostTried || each.microseconds > kHopeless * all[0].microseconds) break;
+      const auto same = [&](const Way& way) { return way.name == each.name; };
+      if (std::any_of(ways.begin(), ways.end(), same)) continue;
+      if (std::optional<Way> way = named(each.name)) ways.push_back(std::move(*way));
+    }
+    return ways;
+  }
+
   struct Event {
     cudaEvent_t event;
     Event() { check(cudaEventCreate(&event), "cudaEventCreate"); }
@@ -591,19 +654,19 @@ class Plan {
     operator cudaEvent_t() const { return event; }
   };
 
+  static constexpr size_t kMostOperands = std::size(Running{}.operands);
   static constexpr size_t kMostTried = 32;
   static constexpr double kHopeless = 1.5;  ///< so many times as long as the first are not tried
   static constexpr float kSlow = 1.5F, kClearly = 0.98F;
   static constexpr int kRounds = 5;  ///< the first one is not timed
 
   Key key_;
-  Operator make_;
+  Task task_;
   primitives::Capability capability_;  ///< what this plan takes the device for
   Running running_;
   Way best_;
   PlanAnswers answers_;
   size_t needed_ = 0;
-  uint64_t tuned_ = 0;
 };
 
 namespace {
@@ -620,66 +683,60 @@ class Plans {
     return plans;
   }
 
-  Plan* find(const Key& key) {
-    for (Entry& each : entries_) {
-      if (each.hash != key.hash() || !(each.plan->key() == key)) continue;
-      each.used = ++calls_;
-      return each.plan.get();
+  /// Accepts and launches what the plan with this key is given. While fk_tune() says so the ways
+  /// are tried first, if they have not been.
+  void launch(const Key& key, Pointers pointers, void* workspace, size_t bytes) {
+    Entry& entry = at(key);
+    Plan& plan = *entry.plan;
+    plan.accept(pointers, workspace, bytes);
+    try {
+      Tunings& tunings = Tunings::all();
+      if (tunings.on.load(std::memory_order_relaxed) && tunings.of(key).empty() &&
+          !plan.captured()) {
+        tunings.set(key, plan.fastest());
+      }
+      if (const uint64_t now = tunings.changes.load(std::memory_order_acquire);
+          entry.changes != now) {
+        plan.choose(tunings.of(key));
+        entry.changes = now;
+      }
+      plan.launch();
+    } catch (...) {  // the next call asks everything anew
+      std::erase_if(entries_, [&](const Entry& each) { return each.plan.get() == &plan; });
+      throw;
     }
-    return nullptr;
   }
-  Plan& add(const Key& key, const Operator& make) {
-    auto plan = std::make_unique<Plan>(key, make);
+
+ private:
+  struct Entry {
+    uint64_t hash, used, changes;  ///< the last: of Tunings, when the plan chose its way
+    std::unique_ptr<Plan> plan;
+  };
+
+  Entry& at(const Key& key) {
+    for (Entry& each : entries_) {
+      if (each.hash != key.hash() || each.plan->key() != key) continue;
+      each.used = ++calls_;
+      return each;
+    }
+    Tunings& tunings = Tunings::all();
+    const uint64_t changes = tunings.changes.load(std::memory_order_acquire);
+    auto plan = std::make_unique<Plan>(key, tunings.of(key));
     if (entries_.size() >= kMost) {
       entries_.erase(
           std::min_element(entries_.begin(), entries_.end(),
                            [](const Entry& a, const Entry& b) { return a.used < b.used; }));
     }
-    return *entries_.emplace_back(Entry{key.hash(), ++calls_, std::move(plan)}).plan;
-  }
-  void forget(const Plan& plan) {
-    std::erase_if(entries_, [&](const Entry& each) { return each.plan.get() == &plan; });
+    return entries_.emplace_back(Entry{key.hash(), ++calls_, changes, std::move(plan)});
   }
 
- private:
-  struct Entry {
-    uint64_t hash, used;
-    std::unique_ptr<Plan> plan;
-  };
   static thread_local bool gone;
   std::vector<Entry> entries_;
   uint64_t calls_ = 0;
 };
 thread_local bool Plans::gone = false;
 
-}  // namespace
-
-size_t workspace_bytes(const Operator& make) {
-  const TakingFor device(capability_to_plan_for());
-  const Running running;
-  Carver carver(running, nullptr);
-  if (carver.ways(make, carver.workspace()).empty()) {
-    throw Refusal{FK_BAD_SHAPE, "this device has no way to compute this shape"};
-  }
-  return carver.used();
-}
-
-Plan* find_plan(const Key& key) { return Plans::of_thread().find(key); }
-
-Plan& add_plan(const Key& key, const Operator& make) { return Plans::of_thread().add(key, make); }
-
-void launch(Plan& plan, std::span<const Argument> arguments, void* workspace, size_t bytes) {
-  // What an earlier call of the caller's own has left is not this call's to report as its own.
-  check(cudaPeekAtLastError(), "an earlier call, before this one");
-  plan.accept(arguments, workspace, bytes);
-  try {
-    plan.launch();
-  } catch (...) {
-    Plans::of_thread().forget(plan);  // the next call asks everything anew
-    throw;
-  }
-}
-
+/// The code for the exception that is being handled, whose sentence fk_last_error() then has.
 int code_of_exception() noexcept {
   try {
     throw;
@@ -696,7 +753,99 @@ int code_of_exception() noexcept {
   }
 }
 
+/// Runs a call to its end and returns its code.
+template <typename Call>
+int guarded(const Call& call) noexcept {
+  try {
+    call();
+    return FK_OK;
+  } catch (...) {
+    return code_of_exception();
+  }
+}
+
+/// While there is one, this device is the current one.
+class OnDevice {
+ public:
+  explicit OnDevice(int device) : device_(device) {
+    check(cudaGetDevice(&before_), "cudaGetDevice");
+    if (device_ == before_) return;
+    int count = 0;
+    check(cudaGetDeviceCount(&count), "cudaGetDeviceCount");
+    if (device_ < 0 || device_ >= count) {
+      throw Refusal{FK_BAD_DEVICE, "device is " + std::to_string(device_) +
+                                       "; it has to be from 0 to " + std::to_string(count - 1)};
+    }
+    check(cudaSetDevice(device_), "cudaSetDevice");
+  }
+  ~OnDevice() {
+    if (device_ != before_) cudaSetDevice(before_);
+  }
+  OnDevice(const OnDevice&) = delete;
+  OnDevice& operator=(const OnDevice&) = delete;
+
+ private:
+  int device_, before_ = 0;
+};
+
+/// In the order of fk_function, which counts from 1.
+constexpr const Function* kFunctions[] = {&product_forward,
+                                          &gating_forward,
+                                          &gating_backward,
+                                          &attention_forward,
+                                          &attention_log_sums,
+                                          &diffusion_forward,
+                                          &diffusion_backward,
+                                          &softmax_forward,
+                                          &softmax_backward,
+                                          &gradients_forward,
+                                          &gradients_backward,
+                                          &clifford_forward,
+                                          &clifford_backward,
+                                          &clifford_connected_forward,
+                                          &clifford_connected_backward,
+                                          &cross_entropy_forward,
+                                          &cross_entropy_backward};
+static_assert(std::size(kFunctions) == FK_CROSS_ENTROPY_BACKWARD);
+
+const Function& function_of(int number) {
+  if (number >= 1 && number <= static_cast<int>(std::size(kFunctions))) {
+    return *kFunctions[number - 1];
+  }
+  throw Refusal{FK_BAD_ARGUMENT,
+                "function is " + std::to_string(number) + "; it has to be one of fk_function"};
+}
+
+void refuse_null(const char* name, const void* pointer) {
+  if (!pointer) throw Refusal{FK_BAD_ARGUMENT, std::string(name) + " is NULL"};
+}
+
+}  // namespace
+
+int query(const Function& function, const void* description, size_t* bytes) noexcept {
+  return guarded([&] {
+    const Task task = function.task(known(function, description).data());
+    refuse_null("bytes", bytes);
+    const TakingFor device(capability_to_plan_for());
+    const Running running;
+    Carver carver(running, nullptr);
+    if (carver.ways(task.make, carver.workspace()).empty()) refuse_shape();
+    *bytes = carver.used();
+  });
+}
+
+int call(const Function& function, const void* description,
+         std::initializer_list<const void*> operands, void* workspace, size_t bytes,
+         cudaStream_t stream) noexcept {
+  return guarded([&] {
+    const Key key(function, description, stream);
+    Plans::of_thread().launch(key, {operands.begin(), operands.size()}, workspace, bytes);
+  });
+}
+
 }  // namespace operators::library
+
+using namespace operators::library;
 
 extern "C" int fk_version(void) { return FK_VERSION; }
 
@@ -705,7 +854,6 @@ extern "C" const char* fk_last_error(void) { return operators::library::error; }
 extern "C" const char* fk_last_way(void) { return operators::library::way; }
 
 extern "C" int fk_tune(int on) {
-  using namespace operators::library;
   return guarded([&] {
     if (on != 0 && on != 1) {
       throw Refusal{FK_BAD_ARGUMENT, "on is " + std::to_string(on) + "; it has to be 0 or 1"};
@@ -713,3 +861,67 @@ extern "C" int fk_tune(int on) {
     Tunings::all().on = on == 1;
   });
 }
+
+/// A plan that its caller owns.
+struct fk_plan {
+  Plan plan;
+};
+
+namespace {
+
+/// Launches a caller's plan, or tries its ways first.
+int run(fk_plan* handle, void* const* operands, size_t count, void* workspace, size_t bytes,
+        bool is_trying) noexcept {
+  return guarded([&] {
+    refuse_null("plan", handle);
+    refuse_null("operands", operands);
+    Plan& plan = handle->plan;
+    if (count != plan.operands()) {
+      throw Refusal{FK_BAD_ARGUMENT, "count is " + std::to_string(count) + "; the plan has " +
+                                         std::to_string(plan.operands()) + " operands"};
+    }
+    const OnDevice device(plan.key().device());
+    if (context_of_thread() != plan.key().context()) {
+      throw Refusal{FK_BAD_DEVICE, "the plan was made in another context of its device"};
+    }
+    plan.accept({operands, count}, workspace, bytes);
+    if (is_trying) {
+      if (plan.captured()) {
+        throw Refusal{FK_BAD_ARGUMENT, "the stream is captured, and so no way can be tried"};
+      }
+      plan.choose(plan.fastest());
+    }
+    plan.launch();
+  });
+}
+
+}  // namespace
+
+extern "C" int fk_plan_create(int function, const void* description, int device,
+                              struct CUstream_st* stream, fk_plan** plan) {
+  return guarded([&] {
+    refuse_null("plan", plan);
+    const OnDevice current(device);
+    *plan = new fk_plan{Plan(Key(function_of(function), description, stream))};
+  });
+}
+
+extern "C" int fk_plan_workspace(const fk_plan* plan, size_t* bytes) {
+  return guarded([&] {
+    refuse_null("plan", plan);
+    refuse_null("bytes", bytes);
+    *bytes = plan->plan.workspace();
+  });
+}
+
+extern "C" int fk_plan_run(fk_plan* plan, void* const* operands, size_t count, void* workspace,
+                           size_t workspace_bytes) {
+  return run(plan, operands, count, workspace, workspace_bytes, false);
+}
+
+extern "C" int fk_plan_tune(fk_plan* plan, void* const* operands, size_t count, void* workspace,
+                            size_t workspace_bytes) {
+  return run(plan, operands, count, workspace, workspace_bytes, true);
+}
+
+extern "C" void fk_plan_destroy(fk_plan* plan) { delete plan; }
