@@ -69,7 +69,7 @@ struct CUstream_st;
 /* What a function returns. */
 enum fk_status {
   FK_OK = 0,
-  FK_BAD_ARGUMENT = 1,  /* NULL, a description of another size, an unknown type */
+  FK_BAD_ARGUMENT = 1,  /* NULL, a description of a wrong size, an unknown type */
   FK_BAD_SHAPE = 2,     /* a size is less than 1, or too large */
   FK_BAD_ALIGNMENT = 3, /* a pointer is not aligned as the function asks */
   FK_OVERLAP = 4,       /* what is written overlaps what is read, or the workspace something else */

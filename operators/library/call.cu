@@ -808,7 +808,7 @@ constexpr const Function* kFunctions[] = {&product_forward,
                                           &cross_entropy_backward};
 static_assert(std::size(kFunctions) == FK_CROSS_ENTROPY_BACKWARD);
 
-const Function& function_of(int number) {
+const Function& with_number(int number) {
   if (number >= 1 && number <= static_cast<int>(std::size(kFunctions))) {
     return *kFunctions[number - 1];
   }
@@ -902,7 +902,7 @@ extern "C" int fk_plan_create(int function, const void* description, int device,
   return guarded([&] {
     refuse_null("plan", plan);
     const OnDevice current(device);
-    *plan = new fk_plan{Plan(Key(function_of(function), description, stream))};
+    *plan = new fk_plan{Plan(Key(with_number(function), description, stream))};
   });
 }
 

@@ -415,10 +415,13 @@ def test_no_host_memory(library):
     call = Product(library)
 
     def run():
-        plans, made, code = (POINTER * 100000)(), 0, OK
+        plans, made, code, malloc = (POINTER * 100000)(), 0, OK, ctypes.CDLL(None).malloc
+        malloc.restype, malloc.argtypes = POINTER, [SIZE]
         with open("/proc/self/statm") as sizes:
             own = int(sizes.read().split()[0]) * resource.getpagesize()
         resource.setrlimit(resource.RLIMIT_AS, (own, resource.RLIM_INFINITY))
+        while malloc(1 << 14):
+            pass
         while code == OK:
             code = library.fk_plan_create(fused_kernels.FK_PRODUCT_FORWARD, ctypes.byref(call.description), 0, None,
                                           ctypes.byref(plans, 8 * made))
