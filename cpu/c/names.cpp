@@ -17,6 +17,14 @@ cudaError_t choose(int device) C_NAME(cudaSetDevice);
 cudaError_t create(cudaStream_t* stream) C_NAME(cudaStreamCreate);
 cudaError_t wait_for(cudaStream_t stream) C_NAME(cudaStreamSynchronize);
 cudaError_t destroy(cudaStream_t stream) C_NAME(cudaStreamDestroy);
+cudaError_t reset() C_NAME(cudaDeviceReset);
+cudaError_t begin(cudaStream_t stream, cudaStreamCaptureMode mode) C_NAME(cudaStreamBeginCapture);
+cudaError_t end(cudaStream_t stream, cudaGraph_t* graph) C_NAME(cudaStreamEndCapture);
+cudaError_t instantiate(cudaGraphExec_t* ready, cudaGraph_t graph, unsigned long long flags)
+    C_NAME(cudaGraphInstantiate);
+cudaError_t launch(cudaGraphExec_t ready, cudaStream_t stream) C_NAME(cudaGraphLaunch);
+cudaError_t destroy(cudaGraphExec_t ready) C_NAME(cudaGraphExecDestroy);
+cudaError_t destroy(cudaGraph_t graph) C_NAME(cudaGraphDestroy);
 
 cudaError_t allocate(void** pointer, std::size_t size) { return cudaMalloc(pointer, size); }
 cudaError_t release(void* pointer) { return cudaFree(pointer); }
@@ -29,5 +37,20 @@ cudaError_t choose(int device) { return cudaSetDevice(device); }
 cudaError_t create(cudaStream_t* stream) { return cudaStreamCreate(stream); }
 cudaError_t wait_for(cudaStream_t stream) { return cudaStreamSynchronize(stream); }
 cudaError_t destroy(cudaStream_t stream) { return cudaStreamDestroy(stream); }
+cudaError_t reset() { return cudaDeviceReset(); }
+cudaError_t begin(cudaStream_t stream, cudaStreamCaptureMode mode) {
+  return cudaStreamBeginCapture(stream, mode);
+}
+cudaError_t end(cudaStream_t stream, cudaGraph_t* graph) {
+  return cudaStreamEndCapture(stream, graph);
+}
+cudaError_t instantiate(cudaGraphExec_t* ready, cudaGraph_t graph, unsigned long long flags) {
+  return cudaGraphInstantiate(ready, graph, flags);
+}
+cudaError_t launch(cudaGraphExec_t ready, cudaStream_t stream) {
+  return cudaGraphLaunch(ready, stream);
+}
+cudaError_t destroy(cudaGraphExec_t ready) { return cudaGraphExecDestroy(ready); }
+cudaError_t destroy(cudaGraph_t graph) { return cudaGraphDestroy(graph); }
 
 }  // namespace cuda_cpu::c

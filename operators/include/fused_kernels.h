@@ -4,8 +4,15 @@
  * fk_last_error() has a sentence that says why. What is refused is refused before anything is
  * written.
  *
- * A description starts with its own size, sizeof the struct, and says what is to be computed. The
- * caller brings the workspace: device memory that starts at a multiple of 256 bytes and has at
+ * A description starts with its own size, sizeof the struct as the caller has compiled it, and says
+ * what is to be computed. The size says which fields the caller knows, so that a later version of
+ * this header can have more. In a struct that is shorter than the library's the fields behind its
+ * end count as 0, and 0 is the default of each field that may be missing: fk_product has to have
+ * the fields up to depth, fk_gating those up to hidden, each other struct all that are declared
+ * here. Of a struct that is longer than the library's, all that the library does not know has to be
+ * 0. A size is a multiple of 8, at most 4096. Other sizes are refused with FK_BAD_ARGUMENT.
+ *
+ * The caller brings the workspace: device memory that starts at a multiple of 256 bytes and has at
  * least as many bytes as ..._workspace() says for this description on the current device. What it
  * holds before a call does not matter, and after the call it is undefined. Two calls that may run
  * at the same time need a workspace each.
@@ -22,7 +29,7 @@
  * several microseconds. A plan is for one description and one stream. Each thread keeps its last 64
  * plans, in host memory, until it ends. A plan holds no memory of the device: operands and
  * workspace may be others in each call. It belongs to the context in which it was made; after
- * cudaDeviceReset() calls plan anew.
+ * cudaDeviceReset() calls plan anew. A caller can also keep plans of its own: fk_plan_create().
  *
  * If the environment variable FUSED_KERNELS_CAPABILITY is a compute capability, such as 8.0, a
  * plan takes the device for one of that: it computes in the ways, and with the shared memory, that
@@ -62,7 +69,7 @@ struct CUstream_st;
 /* What a function returns. */
 enum fk_status {
   FK_OK = 0,
-  FK_BAD_ARGUMENT = 1,  /* NULL, a description of another size, an unknown type */
+  FK_BAD_ARGUMENT = 1,  /* NULL, a description of a wrong size, an unknown type */
   FK_BAD_SHAPE = 2,     /* a size is less than 1, or too large */
   FK_BAD_ALIGNMENT = 3, /* a pointer is not aligned as the function asks */
   FK_OVERLAP = 4,       /* what is written overlaps what is read, or the workspace something else */
@@ -418,6 +425,70 @@ FK_API int fk_cross_entropy_backward(const fk_softmax* softmax, const void* d_lo
                                      const void* w, const void* labels, const void* logits,
                                      const void* log_sums, void* d_x, void* d_w, void* workspace,
                                      size_t workspace_bytes, struct CUstream_st* stream);
+
+/* Of which function a plan is. */
+enum fk_function {
+  FK_PRODUCT_FORWARD = 1,
+  FK_GATING_FORWARD = 2,
+  FK_GATING_BACKWARD = 3,
+  FK_ATTENTION_FORWARD = 4,  /* with the operands q, k, v, out */
+  FK_ATTENTION_LOG_SUMS = 5, /* fk_attention_forward() with the operands q, k, v, out, log_sums */
+  FK_DIFFUSION_FORWARD = 6,
+  FK_DIFFUSION_BACKWARD = 7,
+  FK_SOFTMAX_FORWARD = 8,
+  FK_SOFTMAX_BACKWARD = 9,
+  FK_GRADIENTS_FORWARD = 10,
+  FK_GRADIENTS_BACKWARD = 11,
+  FK_CLIFFORD_FORWARD = 12,
+  FK_CLIFFORD_BACKWARD = 13,
+  FK_CLIFFORD_CONNECTED_FORWARD = 14,
+  FK_CLIFFORD_CONNECTED_BACKWARD = 15,
+  FK_CROSS_ENTROPY_FORWARD = 16,
+  FK_CROSS_ENTROPY_BACKWARD = 17
+};
+
+/* A plan that the caller owns, for programs that want to say when something is planned, and how
+ * long it is kept. It uses no plan that calls have kept and no way that fk_tune() has found, and
+ * leaves none for them. It fixes the function, the description, the device and the stream: another
+ * size, type, stride or scale needs another plan. From run to run operands and workspace may be
+ * others. It holds host memory only. One thread at a time may use a plan, not always the same one;
+ * several threads may use a plan each at the same time. */
+typedef struct fk_plan fk_plan;
+
+/* Makes a plan for a description, a device and a stream. function: one of fk_function. description:
+ * that which the function takes; it is copied. device: a number from 0 on, as cudaSetDevice() takes
+ * it. If it is not the current device, this function, fk_plan_run() and fk_plan_tune() make it so
+ * until they return. stream: of that device; it may be captured.
+ * Written: plan, which fk_plan_destroy() has to be given in the end. Errors: those of the function,
+ * without those of operands; FK_BAD_ARGUMENT if there is no such function, or plan is NULL;
+ * FK_BAD_DEVICE if there is no such device. */
+FK_API int fk_plan_create(int function, const void* description, int device,
+                          struct CUstream_st* stream, fk_plan** plan);
+
+/* How many bytes of workspace fk_plan_run() needs, which are as many as the function's own query
+ * says. Written: bytes. Errors: FK_BAD_ARGUMENT if plan or bytes is NULL. */
+FK_API int fk_plan_workspace(const fk_plan* plan, size_t* bytes);
+
+/* Does what a call of the plan's function does: it puts the work on the plan's stream, and returns
+ * at once. operands: `count` pointers, those that the function has between description and
+ * workspace, in that order. They have to be aligned as the function asks. fk_tune() changes nothing
+ * here.
+ * Errors: those of the function that come from operands; FK_BAD_ARGUMENT if plan or operands is
+ * NULL, or count is not that of the function; FK_BAD_DEVICE if the thread uses another context of
+ * the device than when the plan was made, such as after cudaDeviceReset(). */
+FK_API int fk_plan_run(fk_plan* plan, void* const* operands, size_t count, void* workspace,
+                       size_t workspace_bytes);
+
+/* As fk_plan_run(), but it first tries several ways to compute the result, as a call does while
+ * fk_tune() is on. It launches them with these operands and waits for the stream. From then on the
+ * plan computes in the fastest way.
+ * Errors: as fk_plan_run(), and FK_BAD_ARGUMENT if the stream is captured. */
+FK_API int fk_plan_tune(fk_plan* plan, void* const* operands, size_t count, void* workspace,
+                        size_t workspace_bytes);
+
+/* Frees a plan. NULL is no plan, and nothing happens. Work that has been put on the stream goes on,
+ * and a graph that was captured can still be launched: they do not need the plan. */
+FK_API void fk_plan_destroy(fk_plan* plan);
 
 #ifdef __cplusplus
 }

@@ -64,37 +64,36 @@ struct Tensors {
 };
 
 /// Refuses a description that no GPU, or not this one, can compute.
-void check(const fk_attention* of) {
-  check_description("attention", of, sizeof *of);
-  check_type("attention", of->type, {FK_FLOAT16, FK_BFLOAT16});
-  if (of->causal != 0 && of->causal != 1) {
+void check(const fk_attention& of) {
+  check_type("attention", of.type, {FK_FLOAT16, FK_BFLOAT16});
+  if (of.causal != 0 && of.causal != 1) {
     throw Refusal{FK_BAD_ARGUMENT,
-                  "causal is " + std::to_string(of->causal) + "; it has to be 0 or 1"};
+                  "causal is " + std::to_string(of.causal) + "; it has to be 0 or 1"};
   }
-  check_sizes({{"batch", of->batch, kMost},
-               {"queries", of->queries, kMost},
-               {"keys", of->keys, kMost},
-               {"heads", of->heads, kMost},
-               {"kv_heads", of->kv_heads, kMost},
-               {"width", of->width, 256}});
-  if (of->heads % of->kv_heads != 0) {
-    throw Refusal{FK_BAD_SHAPE, "heads is " + std::to_string(of->heads) +
+  check_sizes({{"batch", of.batch, kMost},
+               {"queries", of.queries, kMost},
+               {"keys", of.keys, kMost},
+               {"heads", of.heads, kMost},
+               {"kv_heads", of.kv_heads, kMost},
+               {"width", of.width, 256}});
+  if (of.heads % of.kv_heads != 0) {
+    throw Refusal{FK_BAD_SHAPE, "heads is " + std::to_string(of.heads) +
                                     ", which is not a multiple of kv_heads, " +
-                                    std::to_string(of->kv_heads)};
+                                    std::to_string(of.kv_heads)};
   }
-  if (of->batch * of->heads > kMost || of->batch * of->heads * of->queries > kMost) {
+  if (of.batch * of.heads > kMost || of.batch * of.heads * of.queries > kMost) {
     throw Refusal{FK_BAD_SHAPE, "batch * heads * queries is more than 2^30"};
   }
-  if (of->batch * of->kv_heads * of->keys > kMost) {
+  if (of.batch * of.kv_heads * of.keys > kMost) {
     throw Refusal{FK_BAD_SHAPE, "batch * kv_heads * keys is more than 2^30"};
   }
-  if (!(of->scale > 0) || std::isinf(of->scale)) {
+  if (!(of.scale > 0) || std::isinf(of.scale)) {
     throw Refusal{FK_BAD_ARGUMENT,
-                  "scale is " + std::to_string(of->scale) + "; it has to be positive and finite"};
+                  "scale is " + std::to_string(of.scale) + "; it has to be positive and finite"};
   }
-  const Tensors tensors(*of);
+  const Tensors tensors(of);
   for (const Tensor* each : {&tensors.q, &tensors.k, &tensors.v, &tensors.out}) each->check();
-  check_capability("attention", of->type == FK_FLOAT16 ? 75 : 80);
+  check_capability("attention", of.type == FK_FLOAT16 ? 75 : 80);
 }
 
 /// Attention of a description that has been checked. Its operands are the call's arguments: q, k,
@@ -118,33 +117,39 @@ Operator operator_of(const fk_attention& of) {
   };
 }
 
+template <bool kLogSums>
+Task task_of(const fk_attention& of) {
+  check(of);
+  const Tensors tensors(of);
+  const auto argument = [](const char* name, int64_t count, bool written) {
+    return Argument{name, static_cast<size_t>(count) * 2, written};
+  };
+  Task task = {
+      operator_of<kLogSums>(of),
+      {argument("q", tensors.q.count(), false), argument("k", tensors.k.count(), false),
+       argument("v", tensors.v.count(), false), argument("out", tensors.out.count(), true)}};
+  const auto rows = static_cast<size_t>(of.batch * of.heads * of.queries);
+  if (kLogSums) task.arguments.push_back({"log_sums", rows * sizeof(float), true});
+  return task;
+}
+
 }  // namespace
 
+const Function operators::library::attention_forward =
+    function_of<fk_attention, task_of<false>>("attention");
+const Function operators::library::attention_log_sums =
+    function_of<fk_attention, task_of<true>>("attention");
+
 extern "C" int fk_attention_workspace(const fk_attention* attention, size_t* bytes) {
-  return guarded([=] {
-    check(attention);
-    if (!bytes) throw Refusal{FK_BAD_ARGUMENT, "bytes is NULL"};
-    *bytes = workspace_bytes(operator_of<false>(*attention));
-  });
+  return query(attention_forward, attention, bytes);
 }
 
 extern "C" int fk_attention_forward(const fk_attention* attention, const void* q, const void* k,
                                     const void* v, void* out, float* log_sums, void* workspace,
                                     size_t workspace_bytes, struct CUstream_st* stream) {
-  return guarded([&] {
-    Plan& plan =
-        plan_of("attention", attention, check, log_sums ? operator_of<true> : operator_of<false>,
-                stream, log_sums != nullptr);
-    const Tensors tensors(*attention);
-    const auto argument = [](const char* name, const void* data, int64_t count, bool written) {
-      return Argument{name, data, static_cast<size_t>(count) * 2, 16, written};
-    };
-    const int64_t rows = attention->batch * attention->heads * attention->queries;
-    const Argument arguments[] = {argument("q", q, tensors.q.count(), false),
-                                  argument("k", k, tensors.k.count(), false),
-                                  argument("v", v, tensors.v.count(), false),
-                                  argument("out", out, tensors.out.count(), true),
-                                  {"log_sums", log_sums, static_cast<size_t>(rows) * 4, 16, true}};
-    launch(plan, std::span(arguments).first(log_sums ? 5 : 4), workspace, workspace_bytes);
-  });
+  if (!log_sums) {
+    return call(attention_forward, attention, {q, k, v, out}, workspace, workspace_bytes, stream);
+  }
+  return call(attention_log_sums, attention, {q, k, v, out, log_sums}, workspace, workspace_bytes,
+              stream);
 }

@@ -1,11 +1,12 @@
 // What every call of the library does around its operator: it refuses what cannot be computed,
 // carves the caller's workspace, and turns exceptions into a code and a sentence.
 //
-// To plan an operator takes longer than to launch it. So each host thread keeps the plans of the
-// last descriptions that it has seen: an operator whose operands and workspace are those of
-// whichever call is launched (Running). A plan holds host memory only, and no pointer of a call is
-// used in a later one. What the driver has answered to its launches (primitives::Answers) it keeps
-// for the context alone that it was planned in: after cudaDeviceReset() the device has another one.
+// To plan an operator takes longer than to launch it. A plan is an operator whose operands and
+// workspace are those of whichever call is launched (Running). It holds host memory only, and no
+// pointer of a call is used in a later one. What the driver has answered to its launches
+// (primitives::Answers) it keeps for the context alone that it was planned in: after
+// cudaDeviceReset() the device has another one. A caller may own plans (fk_plan). For all other
+// calls each host thread keeps the plans of the last descriptions that it has seen.
 #pragma once
 
 #include <cuda_runtime.h>
@@ -14,7 +15,6 @@
 #include <cstring>
 #include <functional>
 #include <initializer_list>
-#include <span>
 #include <string>
 #include <type_traits>
 #include <vector>
@@ -30,12 +30,10 @@ struct Refusal {
   std::string sentence;
 };
 
-/// What a call reads or writes. `alignment` in bytes.
+/// An operand of a function, which reads or writes it.
 struct Argument {
   const char* name;
-  const void* data;
   size_t bytes;
-  size_t alignment = 16;
   bool written = false;
 };
 
@@ -45,8 +43,6 @@ struct Size {
   int64_t value, most;
 };
 
-/// Refuses a description that is not there or of another size.
-void check_description(const char* name, const void* description, size_t size);
 /// Refuses a type that is not one of these.
 void check_type(const char* name, int type, std::initializer_list<fk_type> types);
 /// Refuses sizes below 1 or above their `most`.
@@ -95,86 +91,73 @@ class Operands {
 /// Constructs an operator with memory of a workspace, and says in which ways it computes.
 using Operator = std::function<std::vector<Way>(const Workspace&, const Operands&)>;
 
-/// How many bytes the operator takes of a workspace.
-size_t workspace_bytes(const Operator& make);
-
-/// What plans are told apart by: all that a call has but its pointers.
-class Key {
- public:
-  /// name: a literal. variant: what else there is to tell, such as a NULL that is allowed.
-  template <typename Description>
-  Key(const char* name, const Description& description, cudaStream_t stream, int variant)
-      : stream_(stream), words_(kFirst + sizeof description / 8) {
-    static_assert(std::is_trivially_copyable_v<Description>);
-    static_assert(sizeof description % 8 == 0 && kFirst + sizeof description / 8 <= kMostWords);
-    Description copy = description;
-#if __has_builtin(__builtin_clear_padding)
-    __builtin_clear_padding(&copy);  // elsewhere, other padding is another plan
-#endif
-    std::memcpy(all_ + kFirst, &copy, sizeof copy);
-    finish(name, variant);
-  }
-
-  bool operator==(const Key& other) const {
-    return hash_ == other.hash_ && words_ == other.words_ &&
-           std::memcmp(all_, other.all_, 8 * words_) == 0;
-  }
-  uint64_t hash() const { return hash_; }
-  int device() const { return device_; }
-  uint64_t context() const { return all_[1]; }
-  cudaStream_t stream() const { return stream_; }
-  /// Without stream and context: whatever these are, the same way is the fastest.
-  std::string without_stream() const {
-    return {reinterpret_cast<const char*>(all_ + 2), 8 * (words_ - 2)};
-  }
-
- private:
-  static constexpr size_t kFirst = 4, kMostWords = 32;
-  void finish(const char* name, int variant);
-
-  cudaStream_t stream_;
-  int device_ = 0;
-  size_t words_;
-  uint64_t hash_ = 0;
-  uint64_t all_[kMostWords];  ///< stream, context, name, device and variant; the description
+/// What a function does with a description that has been checked.
+struct Task {
+  Operator make;
+  std::vector<Argument> arguments;  ///< as the function has them between description and workspace
 };
 
-/// An operator that is ready to be launched, for any pointers.
-class Plan;
-/// That of this thread with this key; nullptr if there is none.
-Plan* find_plan(const Key& key);
-/// Throws a Refusal if there is no way to compute it.
-Plan& add_plan(const Key& key, const Operator& make);
+/// How many bytes of a description every caller has to know: up to its last field for which 0 is no
+/// default. These numbers never change. A field that is added later has 0 as its default, and
+/// starts at a multiple of 8, behind what may be padding now: there any caller's compiler may have
+/// left anything.
+constexpr size_t shortest(const fk_product*) { return 40; }     // up to depth
+constexpr size_t shortest(const fk_gating*) { return 40; }      // up to hidden
+constexpr size_t shortest(const fk_attention*) { return 168; }  // as all that follow: whole
+constexpr size_t shortest(const fk_diffusion*) { return 48; }
+constexpr size_t shortest(const fk_softmax*) { return 40; }
+constexpr size_t shortest(const fk_gradients*) { return 40; }
+constexpr size_t shortest(const fk_clifford*) { return 48; }
 
-/// The plan for a description. What is refused for the description alone, check(description) has
-/// refused before it was planned. operator_of(description) is its Operator.
-template <typename Description, typename OperatorOf>
-Plan& plan_of(const char* name, const Description* description, void (*check)(const Description*),
-              const OperatorOf& operator_of, cudaStream_t stream, int variant = 0) {
-  check_description(name, description, sizeof *description);
-  const Key key(name, *description, stream, variant);
-  if (Plan* const plan = find_plan(key)) return *plan;
-  check(description);
-  return add_plan(key, operator_of(*description));
+/// The most bytes that this library knows of a description, and that a caller's may have.
+constexpr size_t kMostKnown = 256, kMostDescription = 4096;
+
+/// A function of the library that computes. task() throws a Refusal if no GPU, or not this one, can
+/// do what the description asks for.
+struct Function {
+  const char* name;  ///< of its description
+  size_t bytes, shortest;
+  void (*clear_padding)(void* description);
+  Task (*task)(const void* description);
+};
+
+/// The function whose task for a description is kTask(description).
+template <typename Description, Task (*kTask)(const Description&)>
+constexpr Function function_of(const char* name) {
+  static_assert(std::is_trivially_copyable_v<Description>);
+  static_assert(sizeof(Description) % 8 == 0 && sizeof(Description) <= kMostKnown);
+  constexpr size_t least = shortest(static_cast<const Description*>(nullptr));
+  const auto clear_padding = []([[maybe_unused]] void* description) {
+#if __has_builtin(__builtin_clear_padding)  // elsewhere, other padding is another plan
+    Description copy;
+    std::memcpy(&copy, description, sizeof copy);
+    __builtin_clear_padding(&copy);
+    std::memcpy(description, &copy, sizeof copy);
+#endif
+  };
+  const auto task = [](const void* description) {
+    Description copy;
+    std::memcpy(&copy, description, sizeof copy);
+    return kTask(copy);
+  };
+  return {name, sizeof(Description), least, clear_padding, task};
 }
 
-/// Launches the plan: the way that fk_tune() has found, or that should take the least time. Before
-/// that it refuses arguments, or a workspace, that are NULL, not aligned, not memory of the current
-/// device, or overlap what is written.
-void launch(Plan& plan, std::span<const Argument> arguments, void* workspace, size_t bytes);
+/// One for each fk_function; each is defined beside its operator.
+extern const Function product_forward, gating_forward, gating_backward, attention_forward,
+    attention_log_sums, diffusion_forward, diffusion_backward, softmax_forward, softmax_backward,
+    gradients_forward, gradients_backward, clifford_forward, clifford_backward,
+    clifford_connected_forward, clifford_connected_backward, cross_entropy_forward,
+    cross_entropy_backward;
 
-/// The code for the exception that is being handled, whose sentence fk_last_error() then has.
-int code_of_exception() noexcept;
+/// Says how many bytes of workspace the function needs, and returns a code.
+int query(const Function& function, const void* description, size_t* bytes) noexcept;
 
-/// Runs a call to its end and returns its code.
-template <typename Call>
-int guarded(const Call& call) noexcept {
-  try {
-    call();
-    return FK_OK;
-  } catch (...) {
-    return code_of_exception();
-  }
-}
+/// Launches the function by a plan of this thread's, and returns a code: in the way that fk_tune()
+/// has found, or that should take the least time. Before that it refuses operands, or a workspace,
+/// that are NULL, not aligned, not memory of the current device, or overlap what is written.
+int call(const Function& function, const void* description,
+         std::initializer_list<const void*> operands, void* workspace, size_t bytes,
+         cudaStream_t stream) noexcept;
 
 }  // namespace operators::library

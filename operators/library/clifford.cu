@@ -23,7 +23,7 @@ bool in_algebra(const fk_clifford& of, Run run) {
 }
 
 /// Refuses a description that no GPU, or not this one, can compute.
-void check(const fk_clifford* of) {
+void check(const fk_clifford& of) {
   const auto most_features = [](const fk_clifford& description) {
     int64_t most = 0;
     in_algebra(description, [&]<typename A>(A) {
@@ -34,8 +34,8 @@ void check(const fk_clifford* of) {
   check_clifford(of, "2, 0, 0 or 3, 0, 0 or 3, 0, 1 or 1, 3, 0 or 4, 1, 0", most_features);
 }
 
-CliffordCalls::Counts counts_of(const fk_clifford& of) {
-  CliffordCalls::Counts counts;
+CliffordCounts counts_of(const fk_clifford& of) {
+  CliffordCounts counts;
   in_algebra(of, [&]<typename A>(A) {
     counts = {A::kBlades * of.batch * of.features, A::kTriples * of.features};
   });
@@ -92,28 +92,40 @@ Operator backward_of(const fk_clifford& of) {
   };
 }
 
-constexpr CliffordCalls kCalls = {"clifford", check, counts_of, forward_of, backward_of};
+Task forward_task(const fk_clifford& of) {
+  check(of);
+  return {forward_of(of), forward_arguments(counts_of(of))};
+}
+Task backward_task(const fk_clifford& of) {
+  check(of);
+  return {backward_of(of), backward_arguments(counts_of(of))};
+}
 
 }  // namespace
 
+const Function operators::library::clifford_forward =
+    function_of<fk_clifford, forward_task>("clifford");
+const Function operators::library::clifford_backward =
+    function_of<fk_clifford, backward_task>("clifford");
+
 extern "C" int fk_clifford_workspace(const fk_clifford* clifford, size_t* bytes) {
-  return kCalls.query(clifford, forward_of, bytes);
+  return query(clifford_forward, clifford, bytes);
 }
 
 extern "C" int fk_clifford_backward_workspace(const fk_clifford* clifford, size_t* bytes) {
-  return kCalls.query(clifford, backward_of, bytes);
+  return query(clifford_backward, clifford, bytes);
 }
 
 extern "C" int fk_clifford_forward(const fk_clifford* clifford, const void* x, const void* y,
                                    const void* w, void* out, void* workspace,
                                    size_t workspace_bytes, struct CUstream_st* stream) {
-  return kCalls.forward(clifford, x, y, w, out, workspace, workspace_bytes, stream);
+  return call(clifford_forward, clifford, {x, y, w, out}, workspace, workspace_bytes, stream);
 }
 
 extern "C" int fk_clifford_backward(const fk_clifford* clifford, const void* d_out, const void* x,
                                     const void* y, const void* w, void* d_x, void* d_y, void* d_w,
                                     void* workspace, size_t workspace_bytes,
                                     struct CUstream_st* stream) {
-  return kCalls.backward(clifford, d_out, x, y, w, d_x, d_y, d_w, workspace, workspace_bytes,
-                         stream);
+  return call(clifford_backward, clifford, {d_out, x, y, w, d_x, d_y, d_w}, workspace,
+              workspace_bytes, stream);
 }

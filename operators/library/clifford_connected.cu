@@ -23,7 +23,7 @@ bool in_algebra(const fk_clifford& of, Run run) {
 }
 
 /// Refuses a description that no GPU, or not this one, can compute.
-void check(const fk_clifford* of) {
+void check(const fk_clifford& of) {
   const auto most_features = [](const fk_clifford& description) {
     return in_algebra(description, [](auto) {}) ? kMostFeatures : 0;
   };
@@ -31,8 +31,8 @@ void check(const fk_clifford* of) {
   check_hopper("the fully connected Clifford product");
 }
 
-CliffordCalls::Counts counts_of(const fk_clifford& of) {
-  CliffordCalls::Counts counts;
+CliffordCounts counts_of(const fk_clifford& of) {
+  CliffordCounts counts;
   in_algebra(of, [&]<typename A>(A) {
     counts = {A::kBlades * of.batch * of.features, A::kTriples * of.features * of.features};
   });
@@ -43,7 +43,7 @@ CliffordCalls::Counts counts_of(const fk_clifford& of) {
 template <typename A>
 Ready<A, true> layer_of(const fk_clifford& of, const Operands& at, int place_of_x,
                         const Memory<float>& out, const operators::Workspace& workspace) {
-  const CliffordCalls::Counts counts = counts_of(of);
+  const CliffordCounts counts = counts_of(of);
   const CliffordTensors tensors{
       .layer = {static_cast<int>(of.batch), static_cast<int>(of.features), of.normed == 1},
       .x = at.memory<float>(place_of_x, counts.x),
@@ -81,7 +81,7 @@ Operator backward_of(const fk_clifford& of) {
   return [=](const operators::Workspace& workspace, const Operands& at) {
     std::vector<operators::Way> ways;
     in_algebra(of, [&]<typename A>(A) {
-      const CliffordCalls::Counts counts = counts_of(of);
+      const CliffordCounts counts = counts_of(of);
       const Memory<float> out = workspace.any<float>(static_cast<size_t>(counts.x));
       const CliffordGradients d{at.memory<float>(0, counts.x), at.memory<float>(4, counts.x),
                                 at.memory<float>(5, counts.x), at.memory<float>(6, counts.w)};
@@ -93,30 +93,43 @@ Operator backward_of(const fk_clifford& of) {
   };
 }
 
-constexpr CliffordCalls kCalls = {"clifford connected", check, counts_of, forward_of, backward_of};
+Task forward_task(const fk_clifford& of) {
+  check(of);
+  return {forward_of(of), forward_arguments(counts_of(of))};
+}
+Task backward_task(const fk_clifford& of) {
+  check(of);
+  return {backward_of(of), backward_arguments(counts_of(of))};
+}
 
 }  // namespace
 
+const Function operators::library::clifford_connected_forward =
+    function_of<fk_clifford, forward_task>("clifford");
+const Function operators::library::clifford_connected_backward =
+    function_of<fk_clifford, backward_task>("clifford");
+
 extern "C" int fk_clifford_connected_workspace(const fk_clifford* clifford, size_t* bytes) {
-  return kCalls.query(clifford, forward_of, bytes);
+  return query(clifford_connected_forward, clifford, bytes);
 }
 
 extern "C" int fk_clifford_connected_backward_workspace(const fk_clifford* clifford,
                                                         size_t* bytes) {
-  return kCalls.query(clifford, backward_of, bytes);
+  return query(clifford_connected_backward, clifford, bytes);
 }
 
 extern "C" int fk_clifford_connected_forward(const fk_clifford* clifford, const void* x,
                                              const void* y, const void* w, void* out,
                                              void* workspace, size_t workspace_bytes,
                                              struct CUstream_st* stream) {
-  return kCalls.forward(clifford, x, y, w, out, workspace, workspace_bytes, stream);
+  return call(clifford_connected_forward, clifford, {x, y, w, out}, workspace, workspace_bytes,
+              stream);
 }
 
 extern "C" int fk_clifford_connected_backward(const fk_clifford* clifford, const void* d_out,
                                               const void* x, const void* y, const void* w,
                                               void* d_x, void* d_y, void* d_w, void* workspace,
                                               size_t workspace_bytes, struct CUstream_st* stream) {
-  return kCalls.backward(clifford, d_out, x, y, w, d_x, d_y, d_w, workspace, workspace_bytes,
-                         stream);
+  return call(clifford_connected_backward, clifford, {d_out, x, y, w, d_x, d_y, d_w}, workspace,
+              workspace_bytes, stream);
 }

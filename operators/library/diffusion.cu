@@ -17,16 +17,15 @@ DiffusionShape shape_of(const fk_diffusion& of) {
 }
 
 /// Refuses a description that no GPU, or not this one, can compute.
-void check(const fk_diffusion* of) {
-  check_description("diffusion", of, sizeof *of);
-  check_type("diffusion", of->type, {FK_BFLOAT16});
-  check_sizes({{"meshes", of->meshes, kMostMeshes},
-               {"vertices", of->vertices, kMost},
-               {"eigen", of->eigen, kMostEigen},
-               {"width", of->width, kMostWidth}});
-  check_multiple("eigen", of->eigen, 8);
-  check_multiple("width", of->width, 8);
-  if (of->meshes * of->vertices > kMost) {
+void check(const fk_diffusion& of) {
+  check_type("diffusion", of.type, {FK_BFLOAT16});
+  check_sizes({{"meshes", of.meshes, kMostMeshes},
+               {"vertices", of.vertices, kMost},
+               {"eigen", of.eigen, kMostEigen},
+               {"width", of.width, kMostWidth}});
+  check_multiple("eigen", of.eigen, 8);
+  check_multiple("width", of.width, 8);
+  if (of.meshes * of.vertices > kMost) {
     throw Refusal{FK_BAD_SHAPE, "meshes * vertices is more than 2^30"};
   }
   check_capability("the diffusion", 80);
@@ -65,47 +64,53 @@ Operator pass_of(const fk_diffusion& of) {
   };
 }
 
-template <Pass kPass>
-int query(const fk_diffusion* diffusion, size_t* bytes) {
-  return guarded([=] {
-    check(diffusion);
-    if (!bytes) throw Refusal{FK_BAD_ARGUMENT, "bytes is NULL"};
-    *bytes = workspace_bytes(pass_of<kPass>(*diffusion));
-  });
+Argument argument(const char* name, int64_t count, bool written = false) {
+  return {name, static_cast<size_t>(count) * sizeof(bf16), written};
 }
 
-Argument argument(const char* name, const void* data, int64_t count, bool written = false) {
-  return {name, data, static_cast<size_t>(count) * sizeof(bf16), 16, written};
+Task forward_task(const fk_diffusion& of) {
+  check(of);
+  const auto shape = shape_of(of);
+  return {pass_of<Pass::forward>(of),
+          {argument("x", shape.vertex_values()), argument("basis", shape.vertices() * shape.E),
+           argument("mass", shape.vertices()), argument("evalues", shape.meshes * shape.E),
+           argument("times", shape.W), argument("spectral", shape.spectrum_values(), true),
+           argument("out", shape.vertex_values(), true)}};
+}
+
+Task backward_task(const fk_diffusion& of) {
+  check(of);
+  const auto shape = shape_of(of);
+  return {
+      pass_of<Pass::backward>(of),
+      {argument("d_out", shape.vertex_values()), argument("d_spectral", shape.spectrum_values()),
+       argument("basis", shape.vertices() * shape.E), argument("mass", shape.vertices()),
+       argument("evalues", shape.meshes * shape.E), argument("times", shape.W),
+       argument("spectral", shape.spectrum_values()), argument("d_x", shape.vertex_values(), true),
+       argument("d_times", shape.W, true)}};
 }
 
 }  // namespace
 
+const Function operators::library::diffusion_forward =
+    function_of<fk_diffusion, forward_task>("diffusion");
+const Function operators::library::diffusion_backward =
+    function_of<fk_diffusion, backward_task>("diffusion");
+
 extern "C" int fk_diffusion_workspace(const fk_diffusion* diffusion, size_t* bytes) {
-  return query<Pass::forward>(diffusion, bytes);
+  return query(diffusion_forward, diffusion, bytes);
 }
 
 extern "C" int fk_diffusion_backward_workspace(const fk_diffusion* diffusion, size_t* bytes) {
-  return query<Pass::backward>(diffusion, bytes);
+  return query(diffusion_backward, diffusion, bytes);
 }
 
 extern "C" int fk_diffusion_forward(const fk_diffusion* diffusion, const void* x, const void* basis,
                                     const void* mass, const void* evalues, const void* times,
                                     void* spectral, void* out, void* workspace,
                                     size_t workspace_bytes, struct CUstream_st* stream) {
-  return guarded([&] {
-    Plan& plan = plan_of("diffusion", diffusion, check, pass_of<Pass::forward>, stream);
-    const DiffusionShape shape = shape_of(*diffusion);
-    const Argument arguments[] = {
-        argument("x", x, shape.vertex_values()),
-        argument("basis", basis, shape.vertices() * shape.E),
-        argument("mass", mass, shape.vertices()),
-        argument("evalues", evalues, shape.meshes * shape.E),
-        argument("times", times, shape.W),
-        argument("spectral", spectral, shape.spectrum_values(), true),
-        argument("out", out, shape.vertex_values(), true),
-    };
-    launch(plan, arguments, workspace, workspace_bytes);
-  });
+  return call(diffusion_forward, diffusion, {x, basis, mass, evalues, times, spectral, out},
+              workspace, workspace_bytes, stream);
 }
 
 extern "C" int fk_diffusion_backward(const fk_diffusion* diffusion, const void* d_out,
@@ -113,20 +118,7 @@ extern "C" int fk_diffusion_backward(const fk_diffusion* diffusion, const void* 
                                      const void* evalues, const void* times, const void* spectral,
                                      void* d_x, void* d_times, void* workspace,
                                      size_t workspace_bytes, struct CUstream_st* stream) {
-  return guarded([&] {
-    Plan& plan = plan_of("diffusion", diffusion, check, pass_of<Pass::backward>, stream, 1);
-    const DiffusionShape shape = shape_of(*diffusion);
-    const Argument arguments[] = {
-        argument("d_out", d_out, shape.vertex_values()),
-        argument("d_spectral", d_spectral, shape.spectrum_values()),
-        argument("basis", basis, shape.vertices() * shape.E),
-        argument("mass", mass, shape.vertices()),
-        argument("evalues", evalues, shape.meshes * shape.E),
-        argument("times", times, shape.W),
-        argument("spectral", spectral, shape.spectrum_values()),
-        argument("d_x", d_x, shape.vertex_values(), true),
-        argument("d_times", d_times, shape.W, true),
-    };
-    launch(plan, arguments, workspace, workspace_bytes);
-  });
+  return call(diffusion_backward, diffusion,
+              {d_out, d_spectral, basis, mass, evalues, times, spectral, d_x, d_times}, workspace,
+              workspace_bytes, stream);
 }

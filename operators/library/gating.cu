@@ -12,21 +12,20 @@ using operators::gating::GatedLayer, operators::gating::GatedLayerBackward;
 using operators::gating::GatingGradients, operators::gating::GatingMemory;
 
 /// Refuses a description that no GPU, or not this one, can compute.
-void check(const fk_gating* gating) {
-  check_description("gating", gating, sizeof *gating);
-  check_type("gating", gating->type, {FK_FLOAT16});
-  check_sizes({{"rows", gating->rows, 1 << 30},
-               {"inputs", gating->inputs, 1 << 30},
-               {"hidden", gating->hidden, (1 << 21) - 1024}});
-  check_stride("x_stride", gating->x_stride, gating->inputs, sizeof(half));
-  check_stride("out_stride", gating->out_stride, gating->hidden, sizeof(half));
+void check(const fk_gating& gating) {
+  check_type("gating", gating.type, {FK_FLOAT16});
+  check_sizes({{"rows", gating.rows, 1 << 30},
+               {"inputs", gating.inputs, 1 << 30},
+               {"hidden", gating.hidden, (1 << 21) - 1024}});
+  check_stride("x_stride", gating.x_stride, gating.inputs, sizeof(half));
+  check_stride("out_stride", gating.out_stride, gating.hidden, sizeof(half));
   check_capability("the gated layer", 80);
 }
 
 /// The same of backward, where inputs are columns of a product.
-void check_backward(const fk_gating* gating) {
+void check_backward(const fk_gating& gating) {
   check(gating);
-  check_sizes({{"inputs", gating->inputs, 1 << 26}});
+  check_sizes({{"inputs", gating.inputs, 1 << 26}});
 }
 
 /// A stride as the layer takes it: 0 where rows are dense.
@@ -68,48 +67,52 @@ Operator backward(const fk_gating& gating) {
   };
 }
 
-/// What a call reads or writes of rows that may be apart.
-Argument rows_of(const char* name, const void* data, int64_t rows, int64_t cols, int64_t stride,
-                 bool written) {
+/// Rows that may be apart.
+Argument rows_of(const char* name, int64_t rows, int64_t cols, int64_t stride, bool written) {
   const int64_t count = extent(rows, cols, or_dense(stride, cols));
-  return {name, data, static_cast<size_t>(count) * sizeof(half), 16, written};
+  return {name, static_cast<size_t>(count) * sizeof(half), written};
+}
+
+Task forward_task(const fk_gating& gating) {
+  check(gating);
+  const auto [size, type, rows, inputs, hidden, x_stride, out_stride] = gating;
+  return {layer(gating),
+          {rows_of("x", rows, inputs, x_stride, false), rows_of("w1", inputs, hidden, 0, false),
+           rows_of("w2", inputs, hidden, 0, false), rows_of("b1", 1, hidden, 0, false),
+           rows_of("b2", 1, hidden, 0, false), rows_of("out", rows, hidden, out_stride, true)}};
+}
+
+Task backward_task(const fk_gating& gating) {
+  check_backward(gating);
+  const auto [size, type, rows, inputs, hidden, x_stride, out_stride] = gating;
+  return {backward(gating),
+          {rows_of("d_out", rows, hidden, out_stride, false),
+           rows_of("x", rows, inputs, x_stride, false), rows_of("w1", inputs, hidden, 0, false),
+           rows_of("w2", inputs, hidden, 0, false), rows_of("b1", 1, hidden, 0, false),
+           rows_of("b2", 1, hidden, 0, false), rows_of("d_x", rows, inputs, 0, true),
+           rows_of("d_w1", inputs, hidden, 0, true), rows_of("d_w2", inputs, hidden, 0, true),
+           rows_of("d_b1", 1, hidden, 0, true), rows_of("d_b2", 1, hidden, 0, true)}};
 }
 
 }  // namespace
 
+const Function operators::library::gating_forward = function_of<fk_gating, forward_task>("gating");
+const Function operators::library::gating_backward =
+    function_of<fk_gating, backward_task>("gating");
+
 extern "C" int fk_gating_workspace(const fk_gating* gating, size_t* bytes) {
-  return guarded([=] {
-    check(gating);
-    if (!bytes) throw Refusal{FK_BAD_ARGUMENT, "bytes is NULL"};
-    *bytes = workspace_bytes(layer(*gating));
-  });
+  return query(gating_forward, gating, bytes);
 }
 
 extern "C" int fk_gating_backward_workspace(const fk_gating* gating, size_t* bytes) {
-  return guarded([=] {
-    check_backward(gating);
-    if (!bytes) throw Refusal{FK_BAD_ARGUMENT, "bytes is NULL"};
-    *bytes = workspace_bytes(backward(*gating));
-  });
+  return query(gating_backward, gating, bytes);
 }
 
 extern "C" int fk_gating_forward(const fk_gating* gating, const void* x, const void* w1,
                                  const void* w2, const void* b1, const void* b2, void* out,
                                  void* workspace, size_t workspace_bytes,
                                  struct CUstream_st* stream) {
-  return guarded([&] {
-    Plan& plan = plan_of("gating", gating, check, layer, stream);
-    const auto [size, type, rows, inputs, hidden, x_stride, out_stride] = *gating;
-    const Argument arguments[] = {
-        rows_of("x", x, rows, inputs, x_stride, false),
-        rows_of("w1", w1, inputs, hidden, 0, false),
-        rows_of("w2", w2, inputs, hidden, 0, false),
-        rows_of("b1", b1, 1, hidden, 0, false),
-        rows_of("b2", b2, 1, hidden, 0, false),
-        rows_of("out", out, rows, hidden, out_stride, true),
-    };
-    launch(plan, arguments, workspace, workspace_bytes);
-  });
+  return call(gating_forward, gating, {x, w1, w2, b1, b2, out}, workspace, workspace_bytes, stream);
 }
 
 extern "C" int fk_gating_backward(const fk_gating* gating, const void* d_out, const void* x,
@@ -117,22 +120,6 @@ extern "C" int fk_gating_backward(const fk_gating* gating, const void* d_out, co
                                   void* d_x, void* d_w1, void* d_w2, void* d_b1, void* d_b2,
                                   void* workspace, size_t workspace_bytes,
                                   struct CUstream_st* stream) {
-  return guarded([&] {
-    Plan& plan = plan_of("gating", gating, check_backward, backward, stream, 1);
-    const auto [size, type, rows, inputs, hidden, x_stride, out_stride] = *gating;
-    const Argument arguments[] = {
-        rows_of("d_out", d_out, rows, hidden, out_stride, false),
-        rows_of("x", x, rows, inputs, x_stride, false),
-        rows_of("w1", w1, inputs, hidden, 0, false),
-        rows_of("w2", w2, inputs, hidden, 0, false),
-        rows_of("b1", b1, 1, hidden, 0, false),
-        rows_of("b2", b2, 1, hidden, 0, false),
-        rows_of("d_x", d_x, rows, inputs, 0, true),
-        rows_of("d_w1", d_w1, inputs, hidden, 0, true),
-        rows_of("d_w2", d_w2, inputs, hidden, 0, true),
-        rows_of("d_b1", d_b1, 1, hidden, 0, true),
-        rows_of("d_b2", d_b2, 1, hidden, 0, true),
-    };
-    launch(plan, arguments, workspace, workspace_bytes);
-  });
+  return call(gating_backward, gating, {d_out, x, w1, w2, b1, b2, d_x, d_w1, d_w2, d_b1, d_b2},
+              workspace, workspace_bytes, stream);
 }

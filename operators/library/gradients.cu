@@ -14,14 +14,13 @@ constexpr int64_t kMost = 1 << 30, kMostWidth = 1 << 15;
 GradientsShape shape_of(const fk_gradients& of) { return {of.vertices, of.eigen, of.width}; }
 
 /// Refuses a description that no GPU, or not this one, can compute.
-void check(const fk_gradients* of) {
-  check_description("gradients", of, sizeof *of);
-  check_type("gradients", of->type, {FK_BFLOAT16});
-  check_sizes({{"vertices", of->vertices, kMost},
-               {"eigen", of->eigen, kMostEigen},
-               {"width", of->width, kMostWidth}});
-  check_multiple("eigen", of->eigen, 8);
-  check_multiple("width", of->width, 8);
+void check(const fk_gradients& of) {
+  check_type("gradients", of.type, {FK_BFLOAT16});
+  check_sizes({{"vertices", of.vertices, kMost},
+               {"eigen", of.eigen, kMostEigen},
+               {"width", of.width, kMostWidth}});
+  check_multiple("eigen", of.eigen, 8);
+  check_multiple("width", of.width, 8);
   check_capability("the gradient features", 80);
 }
 
@@ -54,46 +53,51 @@ Operator pass_of(const fk_gradients& of) {
   };
 }
 
-template <Pass kPass>
-int query(const fk_gradients* gradients, size_t* bytes) {
-  return guarded([=] {
-    check(gradients);
-    if (!bytes) throw Refusal{FK_BAD_ARGUMENT, "bytes is NULL"};
-    *bytes = workspace_bytes(pass_of<kPass>(*gradients));
-  });
+Argument argument(const char* name, int64_t count, bool written = false) {
+  return {name, static_cast<size_t>(count) * sizeof(bf16), written};
 }
 
-Argument argument(const char* name, const void* data, int64_t count, bool written = false) {
-  return {name, data, static_cast<size_t>(count) * sizeof(bf16), 16, written};
+Task forward_task(const fk_gradients& of) {
+  check(of);
+  const auto shape = shape_of(of);
+  return {pass_of<Pass::forward>(of),
+          {argument("x", shape.coefficients()), argument("gr", shape.tangent_values()),
+           argument("gi", shape.tangent_values()), argument("lr", shape.weights()),
+           argument("li", shape.weights()), argument("out", shape.vertex_values(), true)}};
+}
+
+Task backward_task(const fk_gradients& of) {
+  check(of);
+  const auto shape = shape_of(of);
+  return {pass_of<Pass::backward>(of),
+          {argument("d_out", shape.vertex_values()), argument("x", shape.coefficients()),
+           argument("gr", shape.tangent_values()), argument("gi", shape.tangent_values()),
+           argument("lr", shape.weights()), argument("li", shape.weights()),
+           argument("d_x", shape.coefficients(), true), argument("d_lr", shape.weights(), true),
+           argument("d_li", shape.weights(), true)}};
 }
 
 }  // namespace
 
+const Function operators::library::gradients_forward =
+    function_of<fk_gradients, forward_task>("gradients");
+const Function operators::library::gradients_backward =
+    function_of<fk_gradients, backward_task>("gradients");
+
 extern "C" int fk_gradients_workspace(const fk_gradients* gradients, size_t* bytes) {
-  return query<Pass::forward>(gradients, bytes);
+  return query(gradients_forward, gradients, bytes);
 }
 
 extern "C" int fk_gradients_backward_workspace(const fk_gradients* gradients, size_t* bytes) {
-  return query<Pass::backward>(gradients, bytes);
+  return query(gradients_backward, gradients, bytes);
 }
 
 extern "C" int fk_gradients_forward(const fk_gradients* gradients, const void* x, const void* gr,
                                     const void* gi, const void* lr, const void* li, void* out,
                                     void* workspace, size_t workspace_bytes,
                                     struct CUstream_st* stream) {
-  return guarded([&] {
-    Plan& plan = plan_of("gradients", gradients, check, pass_of<Pass::forward>, stream);
-    const GradientsShape shape = shape_of(*gradients);
-    const Argument arguments[] = {
-        argument("x", x, shape.coefficients()),
-        argument("gr", gr, shape.tangent_values()),
-        argument("gi", gi, shape.tangent_values()),
-        argument("lr", lr, shape.weights()),
-        argument("li", li, shape.weights()),
-        argument("out", out, shape.vertex_values(), true),
-    };
-    launch(plan, arguments, workspace, workspace_bytes);
-  });
+  return call(gradients_forward, gradients, {x, gr, gi, lr, li, out}, workspace, workspace_bytes,
+              stream);
 }
 
 extern "C" int fk_gradients_backward(const fk_gradients* gradients, const void* d_out,
@@ -101,20 +105,6 @@ extern "C" int fk_gradients_backward(const fk_gradients* gradients, const void* 
                                      const void* li, void* d_x, void* d_lr, void* d_li,
                                      void* workspace, size_t workspace_bytes,
                                      struct CUstream_st* stream) {
-  return guarded([&] {
-    Plan& plan = plan_of("gradients", gradients, check, pass_of<Pass::backward>, stream, 1);
-    const GradientsShape shape = shape_of(*gradients);
-    const Argument arguments[] = {
-        argument("d_out", d_out, shape.vertex_values()),
-        argument("x", x, shape.coefficients()),
-        argument("gr", gr, shape.tangent_values()),
-        argument("gi", gi, shape.tangent_values()),
-        argument("lr", lr, shape.weights()),
-        argument("li", li, shape.weights()),
-        argument("d_x", d_x, shape.coefficients(), true),
-        argument("d_lr", d_lr, shape.weights(), true),
-        argument("d_li", d_li, shape.weights(), true),
-    };
-    launch(plan, arguments, workspace, workspace_bytes);
-  });
+  return call(gradients_backward, gradients, {d_out, x, gr, gi, lr, li, d_x, d_lr, d_li}, workspace,
+              workspace_bytes, stream);
 }

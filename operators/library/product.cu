@@ -19,27 +19,26 @@ bool is_half(const fk_product& product) {
 size_t element_bytes(const fk_product& product) { return is_half(product) ? 2 : 4; }
 
 /// Refuses a description that no GPU, or not this one, can compute.
-void check(const fk_product* product) {
-  check_description("product", product, sizeof *product);
-  check_type("product", product->type, {FK_FLOAT16, FK_BFLOAT16, FK_FLOAT32, FK_TF32, FK_TF32X3});
-  const bool fp32 = is_fp32(*product);
-  check_sizes({{"rows", product->rows, 1 << 30},
-               {"cols", product->cols, 1 << 26},
-               {"depth", product->depth, fp32 ? 1 << 24 : 1 << 30}});
+void check(const fk_product& product) {
+  check_type("product", product.type, {FK_FLOAT16, FK_BFLOAT16, FK_FLOAT32, FK_TF32, FK_TF32X3});
+  const bool fp32 = is_fp32(product);
+  check_sizes({{"rows", product.rows, 1 << 30},
+               {"cols", product.cols, 1 << 26},
+               {"depth", product.depth, fp32 ? 1 << 24 : 1 << 30}});
   const struct {
     const char* name;
     int64_t stride, cols;
-  } strides[] = {{"a_stride", product->a_stride, product->depth},
-                 {"b_stride", product->b_stride, product->cols},
-                 {"c_stride", product->c_stride, product->cols}};
+  } strides[] = {{"a_stride", product.a_stride, product.depth},
+                 {"b_stride", product.b_stride, product.cols},
+                 {"c_stride", product.c_stride, product.cols}};
   for (const auto& each : strides) {
-    check_stride(each.name, each.stride, each.cols, element_bytes(*product));
+    check_stride(each.name, each.stride, each.cols, element_bytes(product));
     if (fp32 && each.stride != 0 && each.stride != each.cols) {
       throw Refusal{FK_BAD_SHAPE, std::string(each.name) + " is " + std::to_string(each.stride) +
                                       "; rows of FK_FLOAT32 have to be dense"};
     }
   }
-  if (!fp32) check_capability(is_half(*product) ? "the product" : "the product in TF32", 80);
+  if (!fp32) check_capability(is_half(product) ? "the product" : "the product in TF32", 80);
 }
 
 /// The product a b = c, the call's arguments, of a description that has been checked.
@@ -71,6 +70,20 @@ Operator operator_of(const fk_product& product) {
   };
 }
 
+/// The operands a, b and c.
+Task task_of(const fk_product& product) {
+  check(product);
+  const auto argument = [&](const char* name, int64_t rows, int64_t cols, int64_t stride,
+                            bool written) {
+    const int64_t count = extent(rows, cols, or_dense(stride, cols));
+    return Argument{name, static_cast<size_t>(count) * element_bytes(product), written};
+  };
+  return {operator_of(product),
+          {argument("a", product.rows, product.depth, product.a_stride, false),
+           argument("b", product.depth, product.cols, product.b_stride, false),
+           argument("c", product.rows, product.cols, product.c_stride, true)}};
+}
+
 }  // namespace
 
 std::vector<operators::Way> operators::library::half_product_ways(
@@ -87,29 +100,14 @@ std::vector<operators::Way> operators::library::fp32_product_ways(const Workspac
   return Fp32Product(workspace, a, b, c, shape).ways();
 }
 
+const Function operators::library::product_forward = function_of<fk_product, task_of>("product");
+
 extern "C" int fk_product_workspace(const fk_product* product, size_t* bytes) {
-  return guarded([=] {
-    check(product);
-    if (!bytes) throw Refusal{FK_BAD_ARGUMENT, "bytes is NULL"};
-    *bytes = workspace_bytes(operator_of(*product));
-  });
+  return query(product_forward, product, bytes);
 }
 
 extern "C" int fk_product_forward(const fk_product* product, const void* a, const void* b, void* c,
                                   void* workspace, size_t workspace_bytes,
                                   struct CUstream_st* stream) {
-  return guarded([&] {
-    Plan& plan = plan_of("product", product, check, operator_of, stream);
-    const auto argument = [&](const char* name, const void* data, int64_t rows, int64_t cols,
-                              int64_t stride, bool written) {
-      const int64_t count = extent(rows, cols, or_dense(stride, cols));
-      return Argument{name, data, static_cast<size_t>(count) * element_bytes(*product), 16,
-                      written};
-    };
-    const Argument arguments[] = {
-        argument("a", a, product->rows, product->depth, product->a_stride, false),
-        argument("b", b, product->depth, product->cols, product->b_stride, false),
-        argument("c", c, product->rows, product->cols, product->c_stride, true)};
-    launch(plan, arguments, workspace, workspace_bytes);
-  });
+  return call(product_forward, product, {a, b, c}, workspace, workspace_bytes, stream);
 }

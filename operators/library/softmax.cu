@@ -15,12 +15,11 @@ using namespace operators::softmax;
 using operators::Way;
 
 /// Refuses a description that no GPU can compute.
-void check(const fk_softmax* of) {
-  check_description("softmax", of, sizeof *of);
-  check_type("softmax", of->type, {FK_FLOAT32});
-  check_sizes({{"rows", of->rows, 1 << 30},
-               {"inputs", of->inputs, 1 << 30},
-               {"classes", of->classes, kMostClasses}});
+void check(const fk_softmax& of) {
+  check_type("softmax", of.type, {FK_FLOAT32});
+  check_sizes({{"rows", of.rows, 1 << 30},
+               {"inputs", of.inputs, 1 << 30},
+               {"classes", of.classes, kMostClasses}});
 }
 
 /// The layer with the call's arguments x, w and probs, of a description that has been checked. Of
@@ -40,11 +39,11 @@ Operator layer(const fk_softmax& of) {
 }
 
 /// The same of backward, whose products have rows and classes in other places.
-void check_backward(const fk_softmax* of) {
+void check_backward(const fk_softmax& of) {
   check(of);
-  check_sizes({{"rows", of->rows, 1 << 24},
-               {"inputs", of->inputs, 1 << 26},
-               {"classes", of->classes, 1 << 24}});
+  check_sizes({{"rows", of.rows, 1 << 24},
+               {"inputs", of.inputs, 1 << 26},
+               {"classes", of.classes, 1 << 24}});
 }
 
 /// So many threads a row is worth: a warp of short ones, and of long ones so many that the rows
@@ -427,93 +426,95 @@ Operator losses_backward(const fk_softmax& of) {
   };
 }
 
-Argument argument(const char* name, const void* data, int64_t rows, int64_t cols,
-                  bool written = false) {
-  return {name, data, static_cast<size_t>(rows * cols) * sizeof(float), 16, written};
+Argument argument(const char* name, int64_t rows, int64_t cols, bool written = false) {
+  return {name, static_cast<size_t>(rows * cols) * sizeof(float), written};
 }
 
-Argument labels_of(const void* labels, int64_t rows) {
-  return {"labels", labels, static_cast<size_t>(rows) * sizeof(int64_t)};
+Argument labels_of(int64_t rows) { return {"labels", static_cast<size_t>(rows) * sizeof(int64_t)}; }
+
+Task forward_task(const fk_softmax& of) {
+  check(of);
+  const auto [size, type, rows, inputs, classes] = of;
+  return {layer(of),
+          {argument("x", rows, inputs), argument("w", inputs, classes),
+           argument("probs", rows, classes, true)}};
+}
+
+Task backward_task(const fk_softmax& of) {
+  check_backward(of);
+  const auto [size, type, rows, inputs, classes] = of;
+  return {backward(of),
+          {argument("d_probs", rows, classes), argument("x", rows, inputs),
+           argument("w", inputs, classes), argument("probs", rows, classes),
+           argument("d_x", rows, inputs, true), argument("d_w", inputs, classes, true)}};
+}
+
+Task losses_task(const fk_softmax& of) {
+  check_backward(of);
+  const auto [size, type, rows, inputs, classes] = of;
+  return {losses(of),
+          {argument("x", rows, inputs), argument("w", inputs, classes), labels_of(rows),
+           argument("losses", rows, 1, true), argument("logits", rows, classes, true),
+           argument("log_sums", rows, 1, true)}};
+}
+
+Task losses_backward_task(const fk_softmax& of) {
+  check_backward(of);
+  const auto [size, type, rows, inputs, classes] = of;
+  return {
+      losses_backward(of),
+      {argument("d_losses", rows, 1), argument("x", rows, inputs), argument("w", inputs, classes),
+       labels_of(rows), argument("logits", rows, classes), argument("log_sums", rows, 1),
+       argument("d_x", rows, inputs, true), argument("d_w", inputs, classes, true)}};
 }
 
 }  // namespace
 
+const Function operators::library::softmax_forward =
+    function_of<fk_softmax, forward_task>("softmax");
+const Function operators::library::softmax_backward =
+    function_of<fk_softmax, backward_task>("softmax");
+const Function operators::library::cross_entropy_forward =
+    function_of<fk_softmax, losses_task>("softmax");
+const Function operators::library::cross_entropy_backward =
+    function_of<fk_softmax, losses_backward_task>("softmax");
+
+extern "C" int fk_softmax_workspace(const fk_softmax* softmax, size_t* bytes) {
+  return query(softmax_forward, softmax, bytes);
+}
+
 extern "C" int fk_softmax_backward_workspace(const fk_softmax* softmax, size_t* bytes) {
-  return guarded([=] {
-    check_backward(softmax);
-    if (!bytes) throw Refusal{FK_BAD_ARGUMENT, "bytes is NULL"};
-    *bytes = workspace_bytes(backward(*softmax));
-  });
+  return query(softmax_backward, softmax, bytes);
+}
+
+extern "C" int fk_cross_entropy_workspace(const fk_softmax* softmax, size_t* bytes) {
+  return query(cross_entropy_forward, softmax, bytes);
+}
+
+extern "C" int fk_cross_entropy_backward_workspace(const fk_softmax* softmax, size_t* bytes) {
+  return query(cross_entropy_backward, softmax, bytes);
+}
+
+extern "C" int fk_softmax_forward(const fk_softmax* softmax, const void* x, const void* w,
+                                  void* probs, void* workspace, size_t workspace_bytes,
+                                  struct CUstream_st* stream) {
+  return call(softmax_forward, softmax, {x, w, probs}, workspace, workspace_bytes, stream);
 }
 
 extern "C" int fk_softmax_backward(const fk_softmax* softmax, const void* d_probs, const void* x,
                                    const void* w, const void* probs, void* d_x, void* d_w,
                                    void* workspace, size_t workspace_bytes,
                                    struct CUstream_st* stream) {
-  return guarded([&] {
-    auto& plan = plan_of("softmax", softmax, check_backward, backward, stream, 1);
-    const auto [size, type, rows, inputs, classes] = *softmax;
-    const Argument arguments[] = {
-        argument("d_probs", d_probs, rows, classes), argument("x", x, rows, inputs),
-        argument("w", w, inputs, classes),           argument("probs", probs, rows, classes),
-        argument("d_x", d_x, rows, inputs, true),    argument("d_w", d_w, inputs, classes, true)};
-    launch(plan, arguments, workspace, workspace_bytes);
-  });
-}
-
-extern "C" int fk_softmax_workspace(const fk_softmax* softmax, size_t* bytes) {
-  return guarded([=] {
-    check(softmax);
-    if (!bytes) throw Refusal{FK_BAD_ARGUMENT, "bytes is NULL"};
-    *bytes = workspace_bytes(layer(*softmax));
-  });
-}
-
-extern "C" int fk_softmax_forward(const fk_softmax* softmax, const void* x, const void* w,
-                                  void* probs, void* workspace, size_t workspace_bytes,
-                                  struct CUstream_st* stream) {
-  return guarded([&] {
-    auto& plan = plan_of("softmax", softmax, check, layer, stream);
-    const auto [size, type, rows, inputs, classes] = *softmax;
-    const Argument arguments[] = {argument("x", x, rows, inputs), argument("w", w, inputs, classes),
-                                  argument("probs", probs, rows, classes, true)};
-    launch(plan, arguments, workspace, workspace_bytes);
-  });
-}
-
-extern "C" int fk_cross_entropy_workspace(const fk_softmax* softmax, size_t* bytes) {
-  return guarded([=] {
-    check_backward(softmax);
-    if (!bytes) throw Refusal{FK_BAD_ARGUMENT, "bytes is NULL"};
-    *bytes = workspace_bytes(losses(*softmax));
-  });
+  return call(softmax_backward, softmax, {d_probs, x, w, probs, d_x, d_w}, workspace,
+              workspace_bytes, stream);
 }
 
 extern "C" int fk_cross_entropy_forward(const fk_softmax* softmax, const void* x, const void* w,
-                                        const void* labels, void* losses_out, void* logits,
+                                        const void* labels, void* losses, void* logits,
                                         void* log_sums, void* workspace, size_t workspace_bytes,
                                         struct CUstream_st* stream) {
-  return guarded([&] {
-    auto& plan = plan_of("softmax", softmax, check_backward, losses, stream, 2);
-    const auto [size, type, rows, inputs, classes] = *softmax;
-    const Argument arguments[] = {
-        argument("x", x, rows, inputs),
-        argument("w", w, inputs, classes),
-        labels_of(labels, rows),
-        argument("losses", losses_out, rows, 1, true),
-        argument("logits", logits, rows, classes, true),
-        argument("log_sums", log_sums, rows, 1, true),
-    };
-    launch(plan, arguments, workspace, workspace_bytes);
-  });
-}
-
-extern "C" int fk_cross_entropy_backward_workspace(const fk_softmax* softmax, size_t* bytes) {
-  return guarded([=] {
-    check_backward(softmax);
-    if (!bytes) throw Refusal{FK_BAD_ARGUMENT, "bytes is NULL"};
-    *bytes = workspace_bytes(losses_backward(*softmax));
-  });
+  return call(cross_entropy_forward, softmax, {x, w, labels, losses, logits, log_sums}, workspace,
+              workspace_bytes, stream);
 }
 
 extern "C" int fk_cross_entropy_backward(const fk_softmax* softmax, const void* d_losses,
@@ -521,14 +522,6 @@ extern "C" int fk_cross_entropy_backward(const fk_softmax* softmax, const void* 
                                          const void* logits, const void* log_sums, void* d_x,
                                          void* d_w, void* workspace, size_t workspace_bytes,
                                          struct CUstream_st* stream) {
-  return guarded([&] {
-    auto& plan = plan_of("softmax", softmax, check_backward, losses_backward, stream, 3);
-    const auto [size, type, rows, inputs, classes] = *softmax;
-    const Argument arguments[] = {
-        argument("d_losses", d_losses, rows, 1),   argument("x", x, rows, inputs),
-        argument("w", w, inputs, classes),         labels_of(labels, rows),
-        argument("logits", logits, rows, classes), argument("log_sums", log_sums, rows, 1),
-        argument("d_x", d_x, rows, inputs, true),  argument("d_w", d_w, inputs, classes, true)};
-    launch(plan, arguments, workspace, workspace_bytes);
-  });
+  return call(cross_entropy_backward, softmax, {d_losses, x, w, labels, logits, log_sums, d_x, d_w},
+              workspace, workspace_bytes, stream);
 }

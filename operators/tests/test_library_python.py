@@ -16,7 +16,7 @@ from test_library import BINDING, HEADER, LIBRARY, fused_kernels, library
 
 TEXT = re.sub(r"/\*.*?\*/|^#.*?$", "", (HEADER / "fused_kernels.h").read_text(), flags=re.DOTALL | re.MULTILINE)
 TYPES = {"size_t": ctypes.c_size_t, "int": ctypes.c_int, "int64_t": ctypes.c_int64, "float": ctypes.c_float,
-         "const char*": ctypes.c_char_p, **fused_kernels.STRUCTS}
+         "const char*": ctypes.c_char_p, "void": None, **fused_kernels.STRUCTS}
 PRINTS_THE_ERROR_OF = """
 import fused_kernels
 try:
@@ -58,7 +58,7 @@ def test_functions():
 def test_constants():
     constants = {name: int(value) for name, value in re.findall(r"\b(FK_\w+) = (\d+)", TEXT)}
     constants["FK_VERSION"] = int(re.search(r"#define FK_VERSION (\d+)", (HEADER / "fused_kernels.h").read_text())[1])
-    assert len(constants) == 14
+    assert len(constants) == 31
     assert {name: value for name, value in vars(fused_kernels).items() if name.startswith("FK_")} == constants
 
 

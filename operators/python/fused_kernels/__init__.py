@@ -55,6 +55,10 @@ LEAST_CAPABILITY = 7.5  # of a GPU that the library can be built for
 (FK_OK, FK_BAD_ARGUMENT, FK_BAD_SHAPE, FK_BAD_ALIGNMENT, FK_OVERLAP, FK_BAD_WORKSPACE, FK_BAD_DEVICE,
  FK_CUDA_ERROR) = range(8)  # fk_status
 FK_FLOAT16, FK_BFLOAT16, FK_FLOAT32, FK_TF32, FK_TF32X3 = 1, 2, 3, 4, 5  # fk_type
+(FK_PRODUCT_FORWARD, FK_GATING_FORWARD, FK_GATING_BACKWARD, FK_ATTENTION_FORWARD, FK_ATTENTION_LOG_SUMS,
+ FK_DIFFUSION_FORWARD, FK_DIFFUSION_BACKWARD, FK_SOFTMAX_FORWARD, FK_SOFTMAX_BACKWARD, FK_GRADIENTS_FORWARD,
+ FK_GRADIENTS_BACKWARD, FK_CLIFFORD_FORWARD, FK_CLIFFORD_BACKWARD, FK_CLIFFORD_CONNECTED_FORWARD,
+ FK_CLIFFORD_CONNECTED_BACKWARD, FK_CROSS_ENTROPY_FORWARD, FK_CROSS_ENTROPY_BACKWARD) = range(1, 18)  # fk_function
 
 _INT, _INT64, _SIZE, _POINTER = ctypes.c_int, ctypes.c_int64, ctypes.c_size_t, ctypes.c_void_p
 
@@ -123,6 +127,11 @@ FUNCTIONS = {  # name -> (type of the result, types of the arguments)
     "fk_cross_entropy_forward": (_INT, _forward(6)),
     "fk_cross_entropy_backward_workspace": (_INT, _WORKSPACE),
     "fk_cross_entropy_backward": (_INT, _forward(8)),
+    "fk_plan_create": (_INT, [_INT, _POINTER, _INT, _POINTER, _POINTER]),
+    "fk_plan_workspace": (_INT, _WORKSPACE),
+    "fk_plan_run": (_INT, [_POINTER, _POINTER, _SIZE, _POINTER, _SIZE]),
+    "fk_plan_tune": (_INT, [_POINTER, _POINTER, _SIZE, _POINTER, _SIZE]),
+    "fk_plan_destroy": (None, [_POINTER]),
 }
 
 
