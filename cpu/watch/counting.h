@@ -52,8 +52,8 @@ struct Line {
   int number;
 };
 
-/// Those of places in this program, as binutils' addr2line knows them: of each the innermost that is
-/// not the backend's. Empty without it.
+/// Those of places in this program, as binutils' addr2line knows them. Of each place it is the
+/// innermost that is not the backend's. Without addr2line there are none.
 std::vector<Line> lines_of(const std::vector<std::uintptr_t>& addresses);
 /// file:line of a place in the program; empty if it is not known.
 std::string line_of(std::uintptr_t code);
