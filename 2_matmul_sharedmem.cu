@@ -75,17 +75,19 @@ __global__ void matmul_tile(const float* A, const float* B, float* C, int n) {
 
 // 16 x 16 threads own a 128 x 128 tile of C, and each thread 8 x 8 elements of it. Thread (x, y)
 // has the rows y, y + 16 and so on up to y + 112, and the columns x, x + 16 and so on up to x +
-// 112. So neighbouring threads read neighbouring elements of b_tile, which lie in different banks
-// (README). For each k a thread reads 8 numbers of A and 8 of B from shared memory, for 64
-// multiply-adds.
+// 112. So neighbouring threads read neighbouring elements of b_tile. These lie in different banks:
+// shared memory has 32 of them, and each delivers 4 bytes a cycle. For each k a thread reads 8
+// numbers of A and 8 of B from shared memory, for 64 multiply-adds.
 //
 // Its 64 sums stay in registers until the end. For that the loops over i and j have to be unrolled:
 // a register has no address, so `sum` can only be in registers if each index is a constant.
+// __launch_bounds__ says how many threads a block has at most, so that the compiler knows how many
+// registers each of them may take.
 //
 // A step takes BK = 8 of k. The threads share the copies: each of the 256 threads copies four
-// numbers of A's tile and four of B's. A row of C has N / 128 tiles now, and each of them reads the
-// same rows of A. So an element of A is read from memory N / 128 times, where *tile* reads it N /
-// 32 times. The same holds for B.
+// numbers of A's tile and four of B's. There are N / 128 tiles beside each other in C now, and each
+// of them reads the same rows of A. So an element of A is read from memory N / 128 times, where
+// *tile* reads it N / 32 times. The same holds for B.
 template <int BM, int BN, int BK, int TM, int TN>
 __global__ void __launch_bounds__((BM / TM) * (BN / TN))
     matmul_registers(const float* A, const float* B, float* C, int n) {
@@ -165,10 +167,10 @@ __device__ void store4(float* to, int row, int col, int n, const float* value) {
   }
 }
 
-// As in `registers`, but numbers move 16 bytes at a time, except where A is written into a_tile.
-// For that a thread's columns come in groups of four neighbours: thread x has the four from column
-// 4 * x on, and the four from column 64 + 4 * x on. So one load reads four elements of a row of
-// b_tile. A thread's rows are grouped in the same way: four from row 4 * y on, and four from row
+// As in *registers*, but numbers move 16 bytes at a time, except where A is written into a_tile. So
+// that one load can read four elements of a row of b_tile, a thread's columns come in groups of
+// four neighbours: thread x has the four from column 4 * x on, and the four from column 64 + 4 * x
+// on. A thread's rows are grouped in the same way: four from row 4 * y on, and four from row
 // 64 + 4 * y on. For four elements of a column of A to lie next to each other as well, a_tile is
 // stored transposed: a_tile[k][row]. So a thread reads its 16 numbers of a k by 4 loads instead of
 // 16.
@@ -176,8 +178,8 @@ __device__ void store4(float* to, int row, int col, int n, const float* value) {
 // The rows of a_tile are 4 floats longer than their data. Why? Each thread writes a float4 of A
 // into four rows of a_tile, by four stores. In one such store the 16 even threads of a warp write
 // 16 neighbours of row k, and the 16 odd threads write 16 neighbours of row k + 4. With rows of 128
-// floats both would be on the same 16 of the 32 banks. With 132 the odd threads write 4 * 4 banks
-// further on, which are the other 16.
+// floats both would be on the same 16 of the 32 banks. With rows of 132 floats, row k + 4 begins
+// 4 * 132 = 16 * 32 + 16 floats after row k. So the odd threads write to the other 16 banks.
 //
 // The 2 in __launch_bounds__ says that two blocks, of 256 threads each, shall share the 65536
 // registers of a multiprocessor. So the compiler gives a thread 128 registers at most.
@@ -248,7 +250,8 @@ struct TilePair {
 
 // The block's kThreads threads start the copies of the BK columns of A and rows of B from k0 on. A
 // is transposed on the way, so it is copied by single floats; B by four at a time, if its rows are
-// aligned to 16 bytes. What is outside of the matrices becomes 0.
+// aligned to 16 bytes. copy_async<bytes>(to, from, inside) starts one copy. What is not `inside` of
+// the matrix becomes 0.
 template <int kThreads, bool kAligned, int BM, int BN, int BK>
 __device__ void copy_pair(TilePair<BM, BN, BK>& to, const float* A, const float* B, int row0,
                           int col0, int k0, int n) {
@@ -285,9 +288,10 @@ __device__ void copy_pair(TilePair<BM, BN, BK>& to, const float* A, const float*
 //
 // The row *large tiles* is this kernel with larger tiles. 256 threads own 128 x 256 elements of C
 // there, 8 x 16 each: for each k a thread reads 8 + 16 numbers from shared memory for 128
-// multiply-adds, 3 for 16 where it was 4. Its sums alone take 128 registers, so only one such block
-// fits on a multiprocessor. Without copies that start early that would cost too much: while one
-// block waits for memory, another one has to compute. Here the early copies do what that one did.
+// multiply-adds. That is 3 numbers for 16 multiply-adds, where it was 4. Its sums alone take 128
+// registers, so only one such block fits on a multiprocessor. Without copies that start early that
+// would cost too much: while one block waits for memory, another one has to compute. Here the early
+// copies do what the other block did.
 template <int BM, int BN, int BK, int TM, int TN, int kStages, int kBlocks, bool kAligned>
 __global__ void __launch_bounds__((BM / TM) * (BN / TN), kBlocks)
     matmul_async(const float* A, const float* B, float* C, int n) {
@@ -342,23 +346,25 @@ __global__ void __launch_bounds__((BM / TM) * (BN / TN), kBlocks)
 
 // ---- lean ---------------------------------------------------------------------------------------
 
-// In `large tiles` a scheduler starts an instruction in three cycles of four, and a sixth of these
-// are no multiply-adds: most of them work out where to copy from and to, and whether that is
-// inside. (Read from a profiler; `results/` does not have this.) Here that is worked out once,
-// before the first step. What is left of it in a step is to move on two pointers: a_from by BK
-// columns of A, b_from by BK rows of B.
+// Each multiprocessor has four schedulers, and a scheduler can start one instruction of a warp in a
+// cycle. In *large tiles* it does so in three cycles of four, and one in six of these instructions
+// is not a multiply-add. Most of those work out where to copy from and to, and whether that is
+// inside. (Read from a profiler; `results/` does not have this.) Here the places in A and B are
+// worked out once, before the first step. After a step's copies only two pointers move on: a_from
+// by BK columns of A, and b_from by BK rows of B.
 //
-// In each step a thread makes copies of the same rows of A and of the same columns of B. With 256
-// threads and tiles of 128 x 16 and 16 x 256 these are 8 single numbers of A, in rows that are 16
-// apart, and four vectors of B, in rows of k that are 4 apart.
+// In each step a thread copies from the same rows of A and from the same columns of B. Take 256
+// threads, tiles of 128 x 16 and 16 x 256, and aligned rows. Then a thread copies 8 single numbers
+// of A, from rows that are 16 apart, and four vectors of 16 bytes of B, from rows that are 4 apart.
 //
-// No step checks rows of A or columns of B: one that is outside is replaced by the last one inside.
-// The sums that come from it are never stored, so they may be anything. A row that is replaced no
-// longer lies 16 rows below the one before it. So a thread keeps an offset, from a_from, for each
-// of its rows of A. Its vectors of B have all the same columns, so one pointer is enough. Only
-// along k, which is summed over, each copy still checks, and writes zeros outside.
+// No step checks rows of A or columns of B: those that are outside are replaced by the last ones
+// inside. The sums that come from them are never stored, so they may be anything. A row that is
+// replaced no longer lies 16 rows below the one before it. So a thread keeps an offset, from
+// a_from, for each of its rows of A. Its vectors of B all have the same columns, so one pointer is
+// enough. Only along k, which is summed over, each copy still checks, and writes zeros outside.
 //
-// The loop over the steps, and what is in it, is that of `async`.
+// The loop over the steps is that of *async*. But here a_tile points to the first of the thread's
+// rows, and b_tile to the first of its columns. Rows of the tile of A are kStrideA long.
 template <int BM, int BN, int BK, int TM, int TN, int kStages, int kBlocks, bool kAligned>
 __global__ void __launch_bounds__((BM / TM) * (BN / TN), kBlocks)
     matmul_lean(const float* A, const float* B, float* C, int n) {
@@ -442,12 +448,13 @@ __global__ void __launch_bounds__((BM / TM) * (BN / TN), kBlocks)
 
 // ---- ahead --------------------------------------------------------------------------------------
 
-// *lean*, with the idea of *async* one level further in. A multiply-add needs numbers that the load
-// just above it asks shared memory for, tens of cycles away. A multiprocessor has only eight warps
-// here, two for each scheduler. They are too few to fill that time with each other's work. So there
-// are two sets of registers: while one k is multiplied, the numbers of the next come into the other
-// set. (Only the first k of a step is not loaded ahead, since its tiles are there only after the
-// barrier. The copies of a later step are started right after this load.)
+// *lean*, with the idea of *async* one level further in. In *lean* a multiply-add needs numbers
+// that the load just above it has asked for, and shared memory takes tens of cycles to bring them.
+// A multiprocessor has only eight warps here, two for each scheduler. They are too few to fill that
+// time with each other's work. So there are two sets of registers: while one k is multiplied, the
+// numbers of the next come into the other set. (Only the first k of a step is not loaded ahead,
+// since its tiles are there only after the barrier. The copies of a later step are started right
+// after this load, so that the load does not stand behind them.)
 //
 // multiply_ahead multiplies the steps `begin` to `end` - 1 of the tile of C at (row0, col0).
 // finish(sum) says what becomes of a thread's sums.
@@ -556,24 +563,26 @@ __global__ void __launch_bounds__((BM / TM) * (BN / TN), kBlocks)
 // ---- stream-K -----------------------------------------------------------------------------------
 
 // Tiles are computed in rounds, one tile on each multiprocessor. With tiles of 128 x 256 C has 512
-// of them at N = 4096, for 132 multiprocessors. Three rounds keep all of these busy, and in the
-// fourth one 116 work and 16 wait. At N = 1024 there are 32 tiles, and 100 multiprocessors have
-// nothing to do. So tiles are cut along k as well. This is called stream-K.
+// of them at N = 4096, for 132 multiprocessors. Three rounds keep all multiprocessors busy. In the
+// fourth one 116 of them work and 16 wait. At N = 1024 there are 32 tiles, and 100 multiprocessors
+// have nothing to do. So tiles are cut along k as well. This is called stream-K.
 //
-// As many blocks stay as there are multiprocessors. At first they take whole tiles, as above, until
-// between one and two rounds of tiles are left. (If there is less than one round, all tiles are
-// left. If all rounds are full, none is.) The steps of the tiles that are left form one long line,
-// tile after tile, of which each block gets an equal part. At N = 4096 each block takes two whole
-// tiles, and 248 tiles are left, each of 256 steps. So the line has 63488 steps, and each of the
-// 132 blocks gets 480 or 481 of them. The parts of the first two blocks are these pieces:
+// Only as many blocks are launched as there are multiprocessors, and each stays until its share of
+// all the tiles is done. At first blocks take whole tiles, as above, until between one and two
+// rounds of tiles are left. (If there is less than one round, all tiles are left. If all rounds are
+// full, none is.) The steps of the tiles that are left form one long line, tile after tile, of
+// which each block gets an equal part. At N = 4096 each block takes two whole tiles, and 248 tiles
+// are left, each of 256 steps. So the line has 63488 steps, and each of the 132 blocks gets 480 or
+// 481 of them. The parts of the first two blocks are these pieces:
 //
 //     block 0    tile 264, all 256 steps       tile 265, steps 0 to 223
 //     block 1    tile 265, steps 224 to 255    tile 266, all    tile 267, steps 0 to 192
 //
-// Block 1 begins inside of tile 265, so it has only a part of the tile's sums. It leaves them in
-// memory, with a flag, for the block that has the tile's first steps. That is block 0. It waits for
-// the flag, adds the sums to its own, and stores the tile. (If several blocks have left sums of a
-// tile, they are added in the order of their numbers, always the same.)
+// Block 1 begins inside of tile 265, so its sums for this tile are only over a part of k. It leaves
+// them in memory, with a flag, for the block that has the tile's first steps. That is block 0.
+// Block 0 waits for the flag, adds the sums to its own, and stores the tile. (If several blocks
+// have left sums of a tile, they are added in the order of the blocks' numbers. So each launch has
+// the same result.)
 //
 // Why do blocks never wait for each other in a circle? Sums are only left by the first piece of a
 // part. Before and during that piece a block waits for nobody. And only the last piece waits. In
@@ -602,7 +611,8 @@ struct SumsOfBlocks {
     __syncthreads();
     if (threadIdx.x == 0) GridCount(ready[blockIdx.x]).store(1, cuda::memory_order_release);
   }
-  // Adds what block `block` leaves.
+  // Adds what block `block` leaves. __ldcg loads it from the L2 cache, and not from the L1 cache,
+  // which does not see what other multiprocessors store.
   __device__ void add(float (&sum)[TM][TN], int block) const {
     if (threadIdx.x == 0) {
       const GridCount flag(ready[block]);
@@ -652,8 +662,8 @@ __global__ void __launch_bounds__((BM / TM) * (BN / TN), kBlocks)
     multiply_ahead<BM, BN, BK, TM, TN, kStages, kAligned>(
         stages, A, B, n, row0, col0, begin, end, [&](float(&sum)[TM][TN]) {
           if (begin > 0) return of_blocks.give(sum);
-          // The tile's other steps are those of the blocks after this one, as many of these as
-          // begin before the tile ends. If this piece has the tile's last step there are none.
+          // The tile's other steps belong to the blocks after this one, to each whose part begins
+          // before the tile ends. If this piece has the tile's last step, no other block has any.
           const int tile_end = (tile - line.first_tile + 1) * line.steps;  // in the line
           for (int other = block + 1; end < line.steps && line.start(other) < tile_end; ++other) {
             of_blocks.add(sum, other);
@@ -683,7 +693,8 @@ dim3 tiles_of(int64_t n) {
   return dim3(static_cast<unsigned>((n + BN - 1) / BN), static_cast<unsigned>((n + BM - 1) / BM));
 }
 
-// The kernels for which it matters whether rows are aligned to 16 bytes.
+// The kernels for which it matters whether rows are aligned to 16 bytes. A block has more than 48
+// KB of shared memory only where allow_shared_bytes allows it.
 template <bool kAligned, int kStages>
 void add_vector_kernels(Problem& square, Buffer<float> A, Buffer<float> B, Buffer<float> C, int n) {
   square.kernel("vectors", Role::ours, [=] {

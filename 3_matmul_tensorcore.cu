@@ -7,10 +7,10 @@
 //
 //     S (16 x 8) += A (16 x 16) B (16 x 8)        2048 multiply-adds, 64 a thread
 //
-// The operands are in registers. Each matrix is spread over the registers of all lanes of the warp.
-// What one lane holds of a matrix is its fragment (README has a picture). A consists of four
-// matrices of 8 x 8; B and the sums consist of two each. Of each 8 x 8 matrix lane l holds two
-// elements:
+// The operands are in registers. Each matrix is spread over the registers of all lanes, which are
+// the threads of the warp. What one lane holds of a matrix is its fragment (README has a picture).
+// A consists of four matrices of 8 x 8; B and the sums consist of two each. Of each 8 x 8 matrix
+// lane l holds two elements:
 //
 //   - of A two neighbours of a row, as two 16-bit numbers in one register: row l / 4, columns
 //     2 * (l % 4) and 2 * (l % 4) + 1. Lane 5 has columns 2 and 3 of row 1;
@@ -124,13 +124,13 @@ constexpr int kSide = 4;
 
 // Lesson 1 with warps for threads. Each warp owns one 16 x 16 tile of C and walks along k in steps
 // of 16, with nothing kept but the sums. For every product it loads two matrices from memory: 512
-// elements for 4096 multiply-adds. The 16 warps of a block use each of these matrices four times,
-// if the L1 cache still has it.
+// elements for 4096 multiply-adds. Of the 16 warps of a block four need the same matrix, and only
+// the first of them reads it from memory if the L1 cache still has it for the others.
 //
 // The sums are fp32 and C is fp16. A lane that stores a rounded sum has to know its row and column,
 // and WMMA does not say them. So store_rounded (primitives/wmma_fragments.cuh) lets WMMA store the
-// sums to a staging, a place in shared memory where they lie in rows. From there each lane takes 8
-// neighbours of a row, rounds them, and stores them to C.
+// sums to a staging, a place in shared memory where they lie in rows, kStagingStride floats apart.
+// From there each lane takes 8 neighbours of a row, rounds them, and stores them to C.
 template <bool kWhole>
 __global__ void __launch_bounds__(32 * kSide * kSide)
     matmul_wmma_global(const half* A, const half* B, half* C, int n) {
@@ -222,14 +222,17 @@ __global__ void __launch_bounds__(32 * kWarpsM * kWarpsN)
 // ---- The order of blocks ------------------------------------------------------------------------
 
 // Blocks start in the order of their numbers, as many as fit on the GPU at a time. Those that run
-// at the same time share what they read through the L2 cache. So which tiles of C should they have?
-// An H100 works on 132 tiles of C at a time, each of 256 x 128 elements from *lean* on. At N = 4096
-// these can be 1056 rows with all their 4096 columns. Then the blocks read 1056 rows of A and 4096
-// columns of B. Or they can be a square of about 2080 x 2080. Then the blocks read 2080 rows and
-// 2080 columns, which is less.
+// at the same time share the L2 cache: what one block has read, the others find there. So which
+// tiles of C should they have? An H100 works on 132 tiles of C at a time, each of 256 x 128
+// elements from *lean* on. At N = 4096 a row of tiles has 32 of them. Taken row by row, 132 tiles
+// are about four rows of tiles, 1056 rows of C with all their 4096 columns. Then the blocks read
+// 1056 rows of A and 4096 columns of B. Or they can be a square of about 2080 x 2080. Then the
+// blocks read 2080 rows and 2080 columns, which is less.
 //
-// So kGroup rows of tiles form a group, and blocks go down one column of the group, then down the
-// next column. For example, these are the numbers of the blocks for 6 x 5 tiles and kGroup = 3:
+// So kGroup rows of tiles form a group, and the numbers of the blocks go down one column of the
+// group, then down the next column. With tiles of 256 x 128 kGroup is 8. So a group has 2048 rows
+// of C, and 132 tiles are 16 or 17 columns of tiles in it, which is nearly that square. As a
+// smaller example, these are the numbers of the blocks for 6 x 5 tiles and kGroup = 3:
 //
 //      0  3  6  9 12
 //      1  4  7 10 13
@@ -254,7 +257,7 @@ __device__ void tile_of_block(int tiles_m, int tiles_n, int& tile_m, int& tile_n
 // ---- swizzled tiles -----------------------------------------------------------------------------
 
 // The block's kThreads threads copy the kRows x kCols tile of `from` (n x n) at (row0, col0) to
-// shared memory, kWidth elements at a time; zeros where that is outside. swizzle<kCols>(row, col)
+// shared memory, kWidth elements at a time; what is outside becomes 0. swizzle<kCols>(row, col)
 // (primitives/mma.cuh) is where an element lies. A piece is 16 bytes of a row, 8 elements. A
 // swizzle leaves each element in its own row and in its own piece, but the pieces of a row have
 // changed places, in each row differently. With rows of 64 columns, piece p of row r lies at place
@@ -530,9 +533,10 @@ struct TileCopies {
 //   - For example, lane 17 of warp 0 has row 1 and c = 8, so s = 8. Its first piece lies at column
 //     8 ^ 8 = 0. The piece 16 columns further on lies at 24 ^ 8 = 16, which is 0 ^ 16.
 // For B it is the same with d = 16 * j. There c is warp_col, a multiple of WN, or warp_col + 8. d
-// is less than WN, a power of two, so again the two have no bit in common. If kWidth is 8, the rows
-// that a thread copies are multiples of 8 apart and swizzled alike, too: the compiler swizzles
-// once, and adds constants.
+// is less than WN, a power of two, so again the two have no bit in common. (b_lane also contains
+// kTileA, where the tile of B begins. It is a multiple of BN, so it has no bit of d either.) If
+// kWidth is 8, the rows that a thread copies are multiples of 8 apart and swizzled alike, too: the
+// compiler swizzles once, and adds constants.
 //
 // Tiles are larger, too. A block owns 256 x 128 elements of C and takes 64 of k in a step, and a
 // warp owns 64 x 64 elements (in *stages* 64 x 32). For 16 of k a warp executes 32 mma.sync and
@@ -674,7 +678,7 @@ __global__ void __launch_bounds__(32 * kWarpsM * kWarpsN, 1)
         if (reading == end) reading = mma_tiles;
       }
       load_fragments(reading, (k + 16) % BK);
-      // These copies go into the stage of the step before. In the last iteration of that step its
+      // These copies go into the stage of the step before. In the last iteration of that step all
       // warps came to the barrier above, and by then they had loaded all fragments of the step. All
       // warps have passed that barrier, so nobody reads this stage any more.
       if (k == 0) {
@@ -732,7 +736,7 @@ __global__ void __launch_bounds__(32 * kWarpsM * kWarpsN, 1)
 // producer and the consumers. *tile scheduler* puts a loop over tiles around each of the two.
 // *clusters* and *rasterization* differ from it in little more than what their comments speak of.
 // (docs/hopper.md has the same words with pictures. HOPPER_CODE is 1 where the compiler takes
-// Hopper's PTX.)
+// Hopper's instructions.)
 
 // What a stage has room for: a tile of A, BM x 64, and one of B, 64 x BN. A box is what one copy of
 // the copy engine brings: some rows of 64 columns. The tile of A, a LeftTile, is one box of BM
@@ -769,7 +773,8 @@ __device__ void store_sum(const Sum<kCols>& sum, half* C, int row0, int col0, in
 //      and goes on. No thread computes an address, and what lies outside of the matrix arrives as
 //      zeros. `A` and `B` are tensor maps (CUtensorMap): each says what the copy engine has to know
 //      of a matrix, and the host has made it. `tensor_load(to, map, row, col, barrier)` starts the
-//      copy of the box that begins at (row, col), and `barrier` counts its bytes.
+//      copy of the box that begins at (row, col), and `barrier` counts its bytes. The copy engine
+//      needs a map's address; `__grid_constant__` lets it have that of the kernel's argument.
 //   2. Arrival. An mbarrier is a barrier in shared memory, which counts arrivals of threads and
 //      bytes of copies. Each stage has one, `full`. `barrier_init(barrier, arrivals)` says how many
 //      arrivals it waits for, and barrier_init_fence() lets the copy engine see that. The thread
@@ -932,12 +937,13 @@ __global__ void __launch_bounds__(384, 1)
 // ---- tile scheduler -----------------------------------------------------------------------------
 
 // What is new: blocks stay. There are no more of them than fit on the GPU, and each computes one
-// tile of C after the other. Such a kernel is called persistent. What tells a block which tile it
-// takes next is its tile scheduler: here it adds the number of blocks to the tile's number. While
-// the consumers still store a tile, the producer already starts the copies for the next one. On the
-// host `persistent(tiles, fit)` says how many blocks to launch, if `fit` of them fit. Take 512
-// tiles and room for 132 blocks: some blocks get four tiles, and none gets more. With 128 blocks
-// each gets four, so 128 are enough.
+// tile of C after the other. Such a kernel is called persistent. The rule by which a block finds
+// its next tile is its tile scheduler. Tiles have numbers, and here block b takes the tiles b,
+// b + blocks, b + 2 * blocks and so on, if there are `blocks` blocks. While the consumers still
+// store a tile, the producer already starts the copies for the next one. On the host
+// `persistent(tiles, fit)` says how many blocks to launch, if `fit` of them fit. Take 512 tiles and
+// room for 132 blocks: some blocks get four tiles, and none gets more. With 128 blocks each gets
+// four, so 128 are enough.
 //
 // And the copy engine stores (store_tile, below).
 //
@@ -972,10 +978,10 @@ struct PersistentShared {
 
 // What is done with the sums before they are written is the epilogue. Here the consumers round
 // their sums to fp16, and put them into boxes in shared memory, swizzled as the copy engine expects
-// it. From there it takes them to C in whole lines, while the consumers go on with the next tile. A
-// tile is stored in two halves of 128 columns. With kBuffers = 2 each half has a buffer of its own
-// (double buffering again), so the second half need not wait until the first one has left. The
-// words:
+// them. From there the copy engine takes them to C in whole lines of 128 bytes, while the consumers
+// go on with the next tile. A tile is stored in two halves of 128 columns. With kBuffers = 2 each
+// half has a buffer of its own (double buffering again), so the second half need not wait until the
+// first one has left. The words:
 //   - store_matrices(to, registers) is the reverse of ldmatrix: registers to shared memory.
 //     `swizzled(row, piece)` is where a piece of a row, 16 bytes, lies in a box.
 //   - shared_fence() lets the copy engine see what threads have written to shared memory.
@@ -984,7 +990,7 @@ struct PersistentShared {
 //     engine has read from shared memory what this thread's stores copy. Then that shared memory
 //     may be written again.
 //   - `named_barrier(id, threads)` is a barrier for so many threads of the block: here for the 128
-//     threads of one consumer.
+//     threads of one consumer, with the id 1 or 2. (The id 0 is the whole block's.)
 
 #if HOPPER_CODE
 // Waits until the copy engine has read the boxes of consumer `consumer`, so that they may be
@@ -1187,18 +1193,19 @@ __global__ void HOPPER_CLUSTER(2) __launch_bounds__(384, 1)
 
 // ---- rasterization ------------------------------------------------------------------------------
 
-// Rasterization is the order in which tiles are taken; here it is another one. By now the tensor
-// cores wait so seldom that the card reaches the limit of its power, and its clock falls. From here
-// on it matters less when a byte arrives than how much power it takes to bring it, and a byte from
-// memory takes the most. So as much as possible of what a tile needs should still be in the L2
-// cache:
-//   - Tiles are taken in groups of kGroup rows of tiles, so that those worked on at one time form a
-//     square of C (tile_of_block, above).
-//   - Every second tile of a cluster (its second, its fourth and so on) is walked from the end of k
-//     to its beginning, and every second group of tiles from the right to the left. So the tiles
-//     of a round begin with slices of A or B with which tiles of the round before ended, of this
-//     cluster or of another one. These slices are still in the L2 cache. With groups of two rows,
-//     four rows and three columns of tiles are taken in this order:
+// Rasterization is the order in which tiles are taken; here it is another one. (A tile is that of a
+// cluster here, 256 x 256.) By now the tensor cores wait so seldom that the card reaches the limit
+// of its power, and its clock falls. From here on it matters less when a byte arrives than how much
+// power it takes to bring it, and a byte from memory takes the most. So as much as possible of what
+// a tile needs should still be in the L2 cache:
+//   - Tiles are taken in groups of kGroup rows of tiles, so that those of one round, which all
+//     clusters work on at the same time, form a square of C (as with tile_of_block, above).
+//   - Every second round is walked from the end of k to its beginning: each cluster's second tile,
+//     its fourth and so on. And every second group is taken from the right to the left. So a round
+//     begins with the part of k with which the round before ended, and the L2 cache still has that
+//     part of what both rounds need. Within a group these are rows of A. Where the next group
+//     begins, these are columns of B. For example, C has 4 x 3 tiles, and a group has two rows of
+//     them. Then this is their order:
 //
 //         group 0     0   2   4
 //                     1   3   5
@@ -1222,8 +1229,8 @@ __device__ inline int quotient(int dividend, int divisor) {
 // counts its paces, all of them in one number, a GridCount: a number in memory to which all blocks
 // may add (an atomic). A cluster that is more than one pace ahead of the mean waits. For example,
 // one of 64 clusters that has just made its third pace waits until all together have made 2 * 64.
-// But it looks only kPatience times. Waiting only saves reads, and some clusters may not have got a
-// multiprocessor yet.
+// But it looks at this number only kPatience times. Waiting only saves reads, and some clusters may
+// not have got a multiprocessor yet.
 struct Pace {
   static constexpr int kSteps = 16, kPatience = 256;  // kPatience: how often to look
   unsigned* total;
