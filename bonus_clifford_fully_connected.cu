@@ -32,11 +32,11 @@
 //
 // What is computed: 2 x 44 batch features^2 operations in 3-D (2 x 14 in 2-D), on tensor cores, in
 // TF32. What moves: 3 x 8 planes (3 x 4), those of x, y and out, if the planes P are never written;
-// 2 x 44 (2 x 14) more if they are, once, and read back. Either way the products are the limit,
-// where features are some hundreds: an element of P costs 8 bytes, written and read, and the
-// products take 2 features operations with it. So it is not the planes' way through memory that
-// costs, but who waits for it. The planes of all triples with a result of one grade, side by side,
-// are the left operand of one product, whose right operand is their weights, below each other.
+// 2 x 44 (2 x 14) more if they are, once, and read back. At 512 features an H100's memory needs
+// about as long as its tensor cores, even if planes are read from the L2 cache; at 1024 features it
+// needs half as long (the lesson's page counts both). So tensor cores should not wait for planes.
+// For a blade of z the planes of all its triples, side by side, are the left operand of one
+// product, whose right operand is the weights of these triples, below each other.
 //
 //     unfused          planes in memory, a product of cuBLAS for each grade, a kernel for the norms
 //     planes in tiles  a block makes its planes in shared memory and multiplies them, mma.sync
@@ -162,7 +162,7 @@ struct Order {
   __host__ __device__ constexpr int slots(int c) const { return slot[c + 1] - slot[c]; }
   __host__ __device__ constexpr int blades(int c) const { return blade[c + 1] - blade[c]; }
   __host__ __device__ constexpr int planes() const { return plane[grades]; }
-  // The grade with the given slot, plane or blade, of the array of that name.
+  // The grade that has this slot, plane or blade. `first` is the array of that name.
   __host__ __device__ static constexpr int grade_of(const int (&first)[5], int number) {
     int c = 0;
     while (number >= first[c + 1]) ++c;
@@ -187,8 +187,8 @@ template <typename A>
 inline constexpr Order kOrder = make_order<A>();
 static_assert(kOrder<Euclidean<3>>.planes() == 44 && kOrder<Euclidean<2>>.planes() == 14);
 
-// The same of one slot, when the program is compiled: its triple, the blades of its result, and its
-// first plane.
+// The same of one slot, when the program is compiled: the grade c of its result, the slot's number
+// i within this grade, its triple, the blades of its result, and its first plane.
 template <typename A, int slot>
 struct Slot {
   static constexpr int c = Order::grade_of(kOrder<A>.slot, slot), i = slot - kOrder<A>.slot[c];
@@ -240,7 +240,7 @@ __device__ __forceinline__ void apply_gates(Multivectors<A, W>& x, const Multive
   }
 }
 
-// W neighbouring features of all blades, from `at` on; planes of x are `plane` elements apart.
+// W neighbouring features of all blades, from `at` on; two blades are `plane` elements apart.
 template <typename A, int W>
 __device__ __forceinline__ Multivectors<A, W> load(const float* at, size_t plane) {
   Multivectors<A, W> result;
@@ -397,7 +397,7 @@ __global__ void normalize_grade(const float* z, float* out, float* inverses, int
 }
 
 // c (m, n) = a b in TF32, row-major; a is stored as (m, k), or transposed, b as (k, n), or
-// transposed.
+// transposed. cuBLAS takes matrices as column-major. So it is asked for c^T = b^T a^T.
 enum class Stored { plain, transposed };
 void library_product(cublasHandle_t blas, const float* a, Stored a_is, const float* b, Stored b_is,
                      float* c, int m, int n, int k) {
@@ -412,14 +412,14 @@ void library_product(cublasHandle_t blas, const float* a, Stored a_is, const flo
 // ---- Planes in tiles ----------------------------------------------------------------------------
 
 // The words of a portable kernel in TF32. Four warps own a tile of 64 rows by 64 columns, each of
-// them 32 by 32, in the fragments of mma_m16n8k8_tf32: lane l holds rows l / 4 and l / 4 + 8,
-// columns 2 (l % 4) and the next one.
+// them 32 by 32, in the fragments of mma_m16n8k8_tf32. Of a sum of 16 x 8 lane l holds rows l / 4
+// and l / 4 + 8, columns 2 (l % 4) and the next one. Backward has two `group`s of four warps.
 //
 //     place<pieces>(row, piece)   where a piece of 4 floats of a left operand is in shared memory.
 //                                 Pieces change places, so that 8 rows are in different banks
 //     load_left                   by ldmatrix, a left operand of 16 x 8 that is stored so
 //     load_right                  a right operand of 8 x 32, whose 8 rows of k lie one after the
-//                                 other, kRowStride apart: neighbours are in different banks
+//                                 other, kRowStride apart: so lanes read from different banks
 //     for_results(sum, visit)     calls visit(row, col, value) with the lane's results
 constexpr int kTile = 64, kTileThreads = 128, kRowStride = kTile + 8;
 using TileSum = float[2][4][4];
@@ -623,7 +623,7 @@ __global__ void normalize_rows(float* out, float* inverses, Layer layer) {
 
 // ---- Planes in memory, for Hopper ---------------------------------------------------------------
 
-// Above, a plane is made once for each 64 columns, and a block's tensor cores wait meanwhile.
+// Above, a plane is made once for each 64 columns, and a block does not multiply meanwhile.
 // Hopper's copy engine can bring finished planes while tensor cores work. So from here on planes go
 // to memory, and what is left is lesson 3's product, in TF32.
 //
@@ -634,13 +634,13 @@ __global__ void normalize_rows(float* out, float* inverses, Layer layer) {
 //     planes  (44 planes, pitch, stride)
 //     w       (20 slots, stride, stride), transposed. wgmma takes a right factor in TF32 only if
 //             neighbours along k lie beside each other (PTX ISA, wgmma.mma_async: only 16-bit
-//             factors may be transposed). k is what the product sums over, here the features of
-//             P: the rows of w as it comes
+//             factors may be transposed). Here k is what the product sums over, not a blade: the
+//             features of P. In w as it comes each row has another k
 struct Chunk {
   Layer layer;
   int first, rows, pitch, stride;
   __host__ __device__ size_t matrix() const { return static_cast<size_t>(pitch) * stride; }
-  // How often 128 features, and 128 rows.
+  // How many parts of 128 features, or fewer, a row has; and of 128 rows, the chunk.
   __host__ __device__ int slices() const { return ceil_div(stride, 128); }
   __host__ __device__ int row_blocks() const { return ceil_div(pitch, 128); }
 };
@@ -654,8 +654,8 @@ __host__ __device__ constexpr int place_of_column(int col) {
   return col / 16 * 16 + col % 4 / 2 * 8 + col % 16 / 4 * 2 + col % 2;
 }
 
-// Makes planes of a chunk. A unit is what a warp makes at a time: all planes of a row's 128
-// features, 4 of them a lane. Before the product come those of the first `row_blocks` times 128
+// Makes planes of a chunk. A unit is the elements of all planes for 128 features of one row. A warp
+// makes it, each lane 4 features. Before the product come those of the first `row_blocks` times 128
 // rows, and of these the first `slices` times 128 features: in *planes first* that is all. Rows are
 // taken whole, so neighbouring warps write what lies side by side.
 template <typename A>
@@ -740,7 +740,7 @@ struct WeightTransposer {
 };
 
 // What comes before the product: the first `plane_blocks` blocks make planes, a unit a warp, the
-// others transpose weights. One of them sets the counters to 0 by which the blocks of the product
+// others transpose weights. Block 0 also sets the counters to 0 by which the blocks of the product
 // wait for each other.
 template <typename A>
 __global__ void __launch_bounds__(128, A::kBlades > 4 ? 5 : 8)
@@ -773,7 +773,8 @@ __global__ void __launch_bounds__(128, A::kBlades > 4 ? 5 : 8)
 //
 // Large tiles are those of two blocks with 256 columns, small ones those of one block with 128.
 // LeftFactor says how the left factor lies in shared memory: a LeftTile as in lesson 3, or, in
-// backward, one that is transposed.
+// backward, one that is transposed. On Hopper a block may have 227 KB of shared memory. The
+// pipeline has as many stages as this holds; 1 KB is left for its barriers.
 template <int kCols, int kStacked, class LeftFactor>
 struct Tf32Tile {
   using Left = LeftFactor;
@@ -796,8 +797,8 @@ struct Tf32Tile {
 using LargeTile = Tf32Tile<256, 2, LeftTile<float, 128>>;
 using SmallTile = Tf32Tile<128, 1, LeftTile<float, 128>>;
 
-// Tiles that clusters take in rounds, every other round from the last cluster to the first one:
-// with the longest tiles first, who had one of the long ones then has one of the short ones.
+// Tiles that clusters take in rounds. Every other round goes from the last cluster to the first
+// one. If the longest tiles come first, a cluster with a long one of a round has a short one next.
 struct Rounds {
   int tiles, clusters;
   __host__ __device__ int tile(int round, int cluster) const {
@@ -811,15 +812,17 @@ struct Rounds {
 };
 
 // Which tiles of z the clusters take, and in which order. Tiles of the scalar and of the last blade
-// have few steps, the others, which are `longer`, have many. There are two orders:
+// have a plane for each of 4 slots (3 in 2-D). The other blades are the `longer` ones: their tiles
+// have 6 slots (4 in 2-D). There are two orders:
 //
 //     row by row         a round has all tiles of as many rows as there are clusters for. From
 //                        round to round other clusters get the short tiles
 //     the longest first  all long tiles come before the short ones. Then no cluster ends with a
 //                        long tile while others have nothing left to do
 //
-// In the first order the norm is easier (see Norm). It is taken in 2-D, whose tiles differ less,
-// and where there are at most two rounds. In 3-D the second one is the faster one with more rounds.
+// In the first order the norm is easier (see Norm). It needs as many clusters as a row has tiles.
+// Then it is taken in 2-D, where tiles differ less, and where tiles are at most twice the clusters.
+// In 3-D the second order is faster if there are more tiles.
 struct TileOrder {
   Order order;
   int tile_rows, tile_cols, row_tiles, cols, blades;
@@ -888,7 +891,7 @@ struct TileOrder {
 // several rounds are written without the norm; normalize_rest scales them.
 struct Norm {
   float *out, *inverses;
-  float* squares;     // of the chunk's rows, for each blade and tile's features
+  float* squares;     // a sum for each row of the chunk, each blade and each column of tiles
   unsigned* counted;  // for each 64 rows and grade: how many tiles' sums are in `squares`
   Chunk chunk;
   TileOrder tiles;
@@ -910,7 +913,8 @@ struct Norm {
     const int own = (blade - first) * tiles.cols + col / kCols, lane = threadIdx.x % 4;
     const int inside = chunk.layer.features - col;
     float sums[2] = {};
-    // A tile that is whole needs no test for each column.
+    // A tile that is whole needs no test for each column. In another one the columns inside are
+    // counted from the lane's own first column, 4 * lane.
     if (inside >= kCols) {
       add_squares(sum, kCols, sums);
     } else {
@@ -920,7 +924,7 @@ struct Norm {
         squares + static_cast<size_t>(first) * tiles.cols * chunk.pitch + row + Sum<kCols>::row(0);
     if (all > 1) {
       // Leaves its own sums, counts itself, waits for the others, and adds up all sums, always in
-      // the same order.
+      // the same order. __ldcg reads from the L2 cache, as other multiprocessors have written them.
       if (lane < 2) {
         from[static_cast<size_t>(own) * chunk.pitch + 8 * lane] = lane == 0 ? sums[0] : sums[1];
       }
@@ -996,7 +1000,8 @@ __device__ __forceinline__ void store_sum(const Sum<Tile::BN>& sum, float* to, i
 }
 
 // Starts the copies of a tile of z, whose first row in this block is `row`. wait(step) comes before
-// each step. A block whose rows are beyond the chunk's reads zeros: what is beyond the last plane.
+// each step. A block whose rows are beyond the chunk still brings its half of the weights. As its
+// plane it asks for one beyond the last, so the copy engine writes zeros.
 template <class Tile, class Pipe, class Cluster, typename Wait>
 __device__ __forceinline__ void copy_tile(Writer<Pipe>& writer, const Cluster& cluster,
                                           const CUtensorMap& planes, const CUtensorMap& weights,
@@ -1050,7 +1055,7 @@ __device__ __forceinline__ void multiply_tiles(typename Tile::Shared& shared,
 #endif
 
 // The product of planes that are there. A block is a producer, of which one thread works, and two
-// consumers, as in lesson 3. Launched with a cluster for each of norm.tiles.rounds.clusters.
+// consumers, as in lesson 3. The launch has norm.tiles.rounds.clusters clusters.
 template <class Tile>
 __global__ void HOPPER_CLUSTER(Tile::kBlocks) __launch_bounds__(384, 1)
     planes_first(const __grid_constant__ CUtensorMap planes,
@@ -1157,9 +1162,9 @@ struct BesideMaker : PlaneMaker<A> {
     return block / row_blocks * row_blocks * chunk.slices() + slice * height_of_group(block) +
            block % row_blocks;
   }
-  // The other units that are this warp's, of `warps`. A warp reports a unit only when it has begun
-  // to load the next one's x and y: it waits for its writes and those loads at the same time. The
-  // fence is for the copy engine, which will read the planes.
+  // Makes this warp's share of the units that make_before() has left; `warps` share them. A warp
+  // reports a unit only when it has begun to load the next one's x and y: it waits for its writes
+  // and those loads at the same time. The fence is for the copy engine, which will read the planes.
   __device__ __forceinline__ void make_beside(int warp, int warps) const {
     constexpr int kAtOnce = A::kBlades > 4 ? 1 : 2;  // rows: as many as registers hold
     const auto report = [&](int patch) {
@@ -1189,8 +1194,8 @@ struct BesideMaker : PlaneMaker<A> {
     if (last >= 0) report(last);
   }
 #if HOPPER_CODE
-  // Until a patch's planes are there. The fence stands between the makers' writes and the copy
-  // engine's reads.
+  // Waits until a patch's planes are there. The fence stands between the makers' writes and the
+  // copy engine's reads.
   __device__ void wait(int block, int slice) const {
     const int patch = patch_of(block, slice);
     if (patch >= row_blocks * slices) {
@@ -1242,7 +1247,7 @@ __global__ void HOPPER_CLUSTER(Tile::kBlocks) __launch_bounds__(384, 1)
 
 // ---- Unfused, backward --------------------------------------------------------------------------
 
-// Backward takes the planes' gradients in the planes' place. The gate is the share of a normal
+// Backward writes the planes' gradients over the planes. The gate is the share of a normal
 // distribution that lies below s, so its derivative is the normal density, exp(-s^2 / 2) / sqrt(2
 // pi).
 __device__ float gate_slope(float s) { return 0.39894228f * __expf(-0.5f * s * s); }
@@ -1329,12 +1334,12 @@ __global__ void apply_gate_gradient(const float* in, float* gradient, Layer laye
 
 // ---- Planes in tiles, backward ------------------------------------------------------------------
 
-// No plane nor its gradient is in memory. Three kernels: one writes dz, one makes the planes'
-// gradients of a tile in shared memory and takes them apart there, and one makes planes as above
-// for the weights' gradients. A block has two groups of four warps.
+// Neither planes nor their gradients are in memory. There are three kernels. One writes dz. One
+// makes the planes' gradients of a tile in shared memory and takes them apart there. One makes
+// planes as above for the weights' gradients. A block of the last two has two groups of four warps.
 
-// dz of some rows of the batch, `first` to `first` + `rows` - 1: blades are `pitch` elements apart,
-// rows `stride`, in whole tiles of 64 rows and 128 columns, in TF32; zeros where there is nothing.
+// dz of the batch's rows `first` to `first` + `rows` - 1, in TF32. Two blades are `pitch` elements
+// apart, two rows `stride`. Zeros fill rows and columns up to whole tiles of 64 x 128.
 struct ResultGradients {
   float* data;
   int first, rows, stride;
@@ -1377,10 +1382,11 @@ constexpr int kPairThreads = 2 * kTileThreads;
 constexpr int kGradientDepth = 32, kGradientCols = 2 * kTile, kGradientStride = kGradientCols + 8;
 constexpr int kGradientTileBytes = 3 * kTile * kGradientStride * sizeof(float);
 
-// A tile (64 rows, 128 features, half of them each group of warps) of dz_k w^T for the kBlades
-// blades k from `dz` on, to shared memory, kGradientStride apart. Steps take 32 features of the
-// result, one while the next one comes. Memory has the right operand transposed, so ldmatrix loads
-// it, too: four matrices of 8 x 8 are two fragments.
+// Writes dz_k w^T, for the kBlades blades k from `dz` on, to shared memory, in rows that are
+// kGradientStride apart: a tile of 64 rows and 128 features, of which each group of warps has 64. A
+// step takes 32 features of the result, while the next ones come. Behind the blades of dz it has 64
+// rows of w for each group. These are the right operand, transposed, so ldmatrix loads it, too:
+// four matrices of 8 rows of 4 floats are two fragments.
 template <int kBlades>
 __device__ __forceinline__ void plane_gradients(const float* dz, const float* w,
                                                 const ResultGradients& of, int features,
@@ -1473,7 +1479,7 @@ __host__ __device__ constexpr bool is_first_of_y(int t) {
   return true;
 }
 
-// From the sums S and T of take_apart(), which are in dx and dy, in place. With the gates
+// Turns the sums S and T of take_apart(), which are in dx and dy, into dx and dy. With the gates
 // g = gate(x_1) and h = gate(y_1) a plane's terms are x'_i y'_j = g h x_i y_j. take_apart() was
 // given x and y without their gates. So S_i is the gradient of g h x_i, and T_j that of g h y_j. By
 // the product rule dx_i = g h S_i, and since g depends on x_1, dx_1 has gate'(x_1) h sum of x_i S_i
@@ -1538,7 +1544,7 @@ __global__ void __launch_bounds__(kPairThreads, 2)
     });
     __syncthreads();
   });
-  // Here a thread finishes places of others.
+  // Here a thread reads sums that other threads have stored, before the last barrier.
   for_places(Constant<1>(), [&](size_t at, const float*) {
     Multivectors<A, 1> sum_x = load<A, 1>(dx + at, plane), sum_y = load<A, 1>(dy + at, plane);
     finish_gradients(load<A, 1>(x + at, plane), load<A, 1>(y + at, plane), sum_x, sum_y);
@@ -1561,9 +1567,9 @@ constexpr int kWeightTileBytes = [] {
   return most * kWeightPlane * static_cast<int>(sizeof(float));
 }();
 
-// Sums of P_t,k^T dz_k for kCount slots of a grade of kBlades blades, whose planes are in `planes`
-// as they were made, a row of the batch beside each other: as k by rows. So a left operand comes by
-// single loads, as the right one does.
+// Adds up P_t,k^T dz_k for kCount slots of a grade of kBlades blades. A row of `planes` is a row of
+// the batch, over which the product sums. So a left operand comes by single loads, as the right one
+// does.
 template <int kBlades, int kCount>
 __device__ __forceinline__ void multiply_transposed(TileSum (&sums)[3], const float* planes,
                                                     const float* results) {
@@ -1645,8 +1651,8 @@ __device__ __forceinline__ void weight_gradient_tile(const float* x, const float
   });
 }
 
-// blockIdx.z: which grade of the result, and which of `splits` equal shares of the rows, each of
-// which has a sum of its own, one after the other in dw.
+// blockIdx.z says which grade of the result a block has, and which of `splits` equal shares of the
+// rows. Each share has its own sum; in dw these sums lie one after the other.
 template <typename A>
 __global__ void __launch_bounds__(kPairThreads, 2)
     weight_gradient_tiles(const float* x, const float* y, ResultGradients dz, float* dw, int splits,
@@ -2155,7 +2161,8 @@ struct TiledBackward {
     const int whole = std::max(1, static_cast<int>(most) / kTile);
     return kTile * std::min(whole, Tiled<A>::tiles(tiled.of.layer.batch));
   }
-  // So many that every multiprocessor has two blocks, if each has 128 rows at least.
+  // As many as make up to two blocks for each multiprocessor, but at most 16, and at most as many
+  // as there are tiles of 128 rows.
   static int shares_of_batch(const Tiled<A>& tiled, int rows, const Device& device) {
     const int tiles = Tiled<A>::tiles(tiled.of.layer.features);
     const int blocks = tiles * tiles * A::kGrades;
@@ -2207,7 +2214,8 @@ int clusters_of(void (*kernel)(Parameters...)) {
   allow_shared_bytes(kernel, kBytes);
   return resident_clusters(kernel, Tile::kBlocks, 384, kBytes);
 }
-// The choice with the fewer rounds, in cycles. large(clusters) and small(clusters) are the tiles.
+// The choice that takes fewer cycles: rounds times the cycles of a step. large(clusters) and
+// small(clusters) are how many tiles there are.
 template <typename LargeTiles, typename SmallTiles>
 TileChoice choose_tile(int large_clusters, int small_clusters, LargeTiles large, SmallTiles small) {
   const int large_cycles = kLargeCycles * ceil_div(large(large_clusters), large_clusters);
@@ -2386,7 +2394,8 @@ struct InMemoryBackward {
     }
     return most * static_cast<double>(Tile::kBlocks > 1 ? kLargeCycles : kSmallCycles);
   }
-  // Where tiles are few, clusters share the rows of one: if that saves more than adding up costs.
+  // Where tiles are few, clusters share the rows of one. As partial sums have to be added up, a
+  // greater number of shares has to save more than a tenth of the cycles.
   void choose_splits() {
     const int large = clusters_of<LargeTransposed>(weight_gradients_product<LargeTransposed>);
     const int small = clusters_of<SmallTransposed>(weight_gradients_product<SmallTransposed>);
@@ -2451,7 +2460,7 @@ struct InMemoryBackward {
 
 // ---- The tables ---------------------------------------------------------------------------------
 
-// Rows of four neighbouring features.
+// Whether rows are made of whole packs of four features.
 bool is_whole(const Layer& layer) { return layer.features % 4 == 0; }
 
 template <typename A>
