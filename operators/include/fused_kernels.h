@@ -469,6 +469,10 @@ FK_API int fk_plan_create(int function, const void* description, int device,
  * says. Written: bytes. Errors: FK_BAD_ARGUMENT if plan or bytes is NULL. */
 FK_API int fk_plan_workspace(const fk_plan* plan, size_t* bytes);
 
+/* Says in words in which way the plan computes, as fk_last_way() says it of a call; "" if plan is
+ * NULL. It stays until the plan is tuned or destroyed. */
+FK_API const char* fk_plan_way(const fk_plan* plan);
+
 /* Does what a call of the plan's function does: it puts the work on the plan's stream, and returns
  * at once. operands: `count` pointers, those that the function has between description and
  * workspace, in that order. They have to be aligned as the function asks. fk_tune() changes nothing

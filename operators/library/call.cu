@@ -169,7 +169,8 @@ class Plans {
         plan.choose(tunings.of(key));
         entry.changes = now;
       }
-      copy(way, plan.launch().c_str());
+      plan.launch();
+      copy(way, plan.way().c_str());
     } catch (...) {  // the next call asks everything anew
       std::erase_if(entries_, [&](const Entry& each) { return each.plan.get() == &plan; });
       throw;
@@ -360,7 +361,8 @@ int run(fk_plan* handle, void* const* operands, size_t count, void* workspace, s
       }
       plan.choose(plan.fastest());
     }
-    copy(way, plan.launch().c_str());
+    plan.launch();
+    copy(way, plan.way().c_str());
   });
 }
 
@@ -381,6 +383,10 @@ extern "C" int fk_plan_workspace(const fk_plan* plan, size_t* bytes) {
     refuse_null("bytes", bytes);
     *bytes = plan->plan.workspace();
   });
+}
+
+extern "C" const char* fk_plan_way(const fk_plan* plan) {
+  return plan ? plan->plan.way().c_str() : "";
 }
 
 extern "C" int fk_plan_run(fk_plan* plan, void* const* operands, size_t count, void* workspace,

@@ -244,11 +244,13 @@ class Plan {
     running_.workspace = static_cast<char*>(workspace);
   }
 
-  /// To be called after accept(). Returns the name of the way.
-  const std::string& launch() {
+  /// The name of the way in which it computes.
+  const std::string& way() const { return best_.name; }
+
+  /// To be called after accept().
+  void launch() {
     const TakingFor device(capability_);
     run(best_);
-    return best_.name;
   }
 
   /// Chooses the way, as the constructor does. `needed_` is what the one takes that should be the

@@ -129,6 +129,7 @@ FUNCTIONS = {  # name -> (type of the result, types of the arguments)
     "fk_cross_entropy_backward": (_INT, _forward(8)),
     "fk_plan_create": (_INT, [_INT, _POINTER, _INT, _POINTER, _POINTER]),
     "fk_plan_workspace": (_INT, _WORKSPACE),
+    "fk_plan_way": (ctypes.c_char_p, [_POINTER]),
     "fk_plan_run": (_INT, [_POINTER, _POINTER, _SIZE, _POINTER, _SIZE]),
     "fk_plan_tune": (_INT, [_POINTER, _POINTER, _SIZE, _POINTER, _SIZE]),
     "fk_plan_destroy": (None, [_POINTER]),

@@ -52,7 +52,7 @@ def test_the_bits_of_a_call(library, monkeypatch, kind):
         assert plan.workspace() == call.needed
         for _ in range(2):
             call.clear()
-            assert way_of_plan(plan) == way
+            assert way_of_plan(plan) == way == library.fk_plan_way(plan.at)
             assert call.results() == expected
         assert call.is_right()
         plan.destroy()
