@@ -4,10 +4,10 @@
 //
 // Lesson 1 fetched two numbers from memory for every multiply-add. But each element of A is needed
 // by N elements of C, and each of B as well: fetch it once, use it often. Where can it be kept in
-// between?
+// between? A block runs on one multiprocessor of the GPU, which has two places for it:
 //
-//     shared memory   228 KB a multiprocessor (Hopper), for all threads of a block, ~23 cycles away
-//     registers       256 KB a multiprocessor, 255 x 4 bytes a thread, its own,       0 cycles away
+//     shared memory   228 KB (Hopper), for all threads of a block           ~23 cycles away
+//     registers       256 KB, of which a thread has at most 255 x 4 bytes     0 cycles away
 //
 // A block computes a tile of C. Step by step along k it loads a tile of A and a tile of B into
 // shared memory, multiplies the two, and goes on. For each k, a BM x BN tile of C then reads BM +
@@ -20,7 +20,7 @@
 //
 //     tile         32 x 32 tiles, a thread owns one element    2 shared reads per multiply-add
 //     registers    128 x 128 tiles, a thread owns 8 x 8        1/4
-//     vectors      the same, moved 16 bytes at a time          1/4, by 1/4 of the instructions
+//     vectors      the same, moved 16 bytes at a time          1/4, by 1/4 of the loads
 //     async        the next tiles arrive while these are multiplied
 //     large tiles  128 x 256 tiles, a thread owns 8 x 16       3/16
 //     lean         addresses are worked out once: fewer instructions that are not multiply-adds
@@ -44,10 +44,11 @@ using namespace primitives;
 constexpr int kTile = 32;
 
 // A block of 32 x 32 threads owns a 32 x 32 tile of C, thread (x, y) its element (row y, column x).
-// A step takes 32 of k: the block loads a 32 x 32 tile of A and one of B into shared memory. Each
-// thread loads one element of each, so each warp loads one row of each, coalesced. The first
-// barrier waits until both tiles are there. Then every element is read from shared memory 32 times.
-// The second barrier keeps a fast warp from overwriting what a slow one still reads.
+// A step takes 32 of the n values of k: the block loads a 32 x 32 tile of A and one of B into
+// shared memory. Each thread loads one element of each, so each warp loads one row of each,
+// coalesced. For what is outside of a matrix a thread writes zeros, which add nothing to a sum. The
+// first barrier waits until both tiles are there. Then every element is read from shared memory 32
+// times. The second barrier keeps a fast warp from overwriting what a slow one still reads.
 //
 // For 32 of k a warp asks for these sectors:
 //
@@ -172,8 +173,8 @@ __device__ void store4(float* to, int row, int col, int n, const float* value) {
 // four neighbours: thread x has the four from column 4 * x on, and the four from column 64 + 4 * x
 // on. A thread's rows are grouped in the same way: four from row 4 * y on, and four from row
 // 64 + 4 * y on. For four elements of a column of A to lie next to each other as well, a_tile is
-// stored transposed: a_tile[k][row]. So a thread reads its 16 numbers of a k by 4 loads instead of
-// 16.
+// stored transposed: a_tile[k][row]. So for each k a thread reads its 16 numbers by 4 loads instead
+// of 16.
 //
 // The rows of a_tile are 4 floats longer than their data. Why? Each thread writes a float4 of A
 // into four rows of a_tile, by four stores. In one such store the 16 even threads of a warp write
@@ -248,10 +249,10 @@ struct TilePair {
   float b[BK][BN];
 };
 
-// The block's kThreads threads start the copies of the BK columns of A and rows of B from k0 on. A
-// is transposed on the way, so it is copied by single floats; B by four at a time, if its rows are
-// aligned to 16 bytes. copy_async<bytes>(to, from, inside) starts one copy. What is not `inside` of
-// the matrix becomes 0.
+// The block's kThreads threads start the copies of BK columns of A and of BK rows of B, from k0 on.
+// A is transposed on the way, so it is copied by single floats. B is copied four floats at a time,
+// if its rows are aligned to 16 bytes. copy_async<bytes>(to, from, inside) starts one copy. What is
+// not `inside` of the matrix becomes 0.
 template <int kThreads, bool kAligned, int BM, int BN, int BK>
 __device__ void copy_pair(TilePair<BM, BN, BK>& to, const float* A, const float* B, int row0,
                           int col0, int k0, int n) {
@@ -272,10 +273,10 @@ __device__ void copy_pair(TilePair<BM, BN, BK>& to, const float* A, const float*
 
 // So far loading and computing took turns: until the first barrier of a step a block waits for
 // memory, and only after it does it multiply. Here shared memory has room for kStages pairs of
-// tiles. While one is multiplied, the copies of the next kStages - 1 are on their way: cp.async
-// moves them to shared memory without a register in between, and the thread does not wait. (It
-// cannot transpose four numbers on the way, as `vectors` did in registers: A is copied by single
-// floats. And a step takes 16 of k, not 8: fewer barriers.)
+// tiles. While one is multiplied, the copies of the next kStages - 1 are on their way: the
+// instruction cp.async copies to shared memory without a register in between, and the thread does
+// not wait. (cp.async cannot transpose four numbers on the way, as *vectors* did in registers, so A
+// is copied by single floats. And a step takes 16 of k, not 8, so there are fewer barriers.)
 //
 // A thread closes its copies of a step as a group (commit). Then it may wait for them:
 // copy_async_wait<n> waits until all of its groups but the n newest have arrived. For example, with
@@ -289,9 +290,9 @@ __device__ void copy_pair(TilePair<BM, BN, BK>& to, const float* A, const float*
 // The row *large tiles* is this kernel with larger tiles. 256 threads own 128 x 256 elements of C
 // there, 8 x 16 each: for each k a thread reads 8 + 16 numbers from shared memory for 128
 // multiply-adds. That is 3 numbers for 16 multiply-adds, where it was 4. Its sums alone take 128
-// registers, so only one such block fits on a multiprocessor. Without copies that start early that
-// would cost too much: while one block waits for memory, another one has to compute. Here the early
-// copies do what the other block did.
+// registers, so only one such block fits on a multiprocessor. In *vectors* that would cost too
+// much: there a second block has to compute while the first one waits for memory. Here the copies
+// start early, and the block itself goes on computing.
 template <int BM, int BN, int BK, int TM, int TN, int kStages, int kBlocks, bool kAligned>
 __global__ void __launch_bounds__((BM / TM) * (BN / TN), kBlocks)
     matmul_async(const float* A, const float* B, float* C, int n) {
@@ -788,7 +789,7 @@ int main(int argc, char** argv) {
   if (lesson.device().shared_bytes >= 96 << 10) {
     aligned ? add_vector_kernels<true, 3>(square, A, B, C, n)
             : add_vector_kernels<false, 3>(square, A, B, C, n);
-  } else {  // compute capability 7.5 has 64 KB
+  } else {  // compute capability 7.5 has 64 KB, too few for three stages of large tiles
     aligned ? add_vector_kernels<true, 2>(square, A, B, C, n)
             : add_vector_kernels<false, 2>(square, A, B, C, n);
   }

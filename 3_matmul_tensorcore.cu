@@ -29,15 +29,15 @@
 //     are in the same bank. ldmatrix reads 8 rows of 16 bytes at a time. If the rows of a tile are
 //     a multiple of 128 bytes apart, all 8 are in the same banks and are read one after the other.
 //     So the tile needs another layout, either padded rows or permuted ones.
-//   - Instructions. Each address, bound check and copy takes the place of an mma.sync. And there
-//     are few warps, too few to hide the latency of loads: loads have to start long before what
-//     they bring is needed.
+//   - Instructions. Those for addresses, bound checks and copies take cycles in which no mma.sync
+//     starts. And there are few warps, too few to fill the time that a load takes: loads have to
+//     start long before what they bring is needed.
 //
 // One more thing: mma.sync wants each lane's two elements of B below each other, in one column, but
 // B is row-major, where neighbours in memory are in one row. ldmatrix can transpose each 8 x 8
 // matrix on its way to the registers (.trans), at no cost; no transposed copy of B is needed.
 //
-//     cuBLAS fp16          the library, lesson 4; "cuBLASLt, best": the fastest that it has
+//     cuBLAS fp16          the library, lesson 4; "cuBLASLt, best": the fastest that it proposes
 //     wmma global          fragments straight from memory, through the C++ interface
 //     wmma shared          tiles in shared memory, padded rows
 //     swizzled tiles       the instructions themselves, ldmatrix and mma.sync, and no padding
@@ -52,8 +52,8 @@
 //     rasterization        (Hopper) an order of tiles in which more of them share through the L2
 //                          cache
 //
-// All without (Hopper) need compute capability 7.5 or more (at 7.5 copies are synchronous). The CPU
-// backend runs all.
+// The kernels that are not marked (Hopper) need compute capability 7.5 or more. (At 7.5 a thread
+// waits for each of its copies.) The CPU backend, which runs lessons without a GPU, runs all.
 //
 // At the first reading take n as a multiple of all tiles. Then whatever checks for the edges of a
 // matrix always finds that it is inside, kWhole, kAligned and kEven are true, and kWidth is 8. The
@@ -80,8 +80,8 @@ using namespace primitives;
 //                                          started as a group by copy_async_commit(), and
 //                                          copy_async_wait<n>() waits for all groups but the n
 //                                          newest, as in lesson 2
-//     ldmatrix_x4(m, row)                  one ldmatrix: loads four 8 x 8 matrices, a register of
-//                                          the lane each; ldmatrix_x4_trans transposes each
+//     ldmatrix_x4(m, row)                  one ldmatrix: loads four 8 x 8 matrices. The lane gets
+//                                          one register of each. ldmatrix_x4_trans transposes each
 //     mma_m16n8k16<half>(s, a, b0, b1)     one mma.sync: s (16 x 8) += a (16 x 16) b (16 x 8)
 //     pack2<half>(left, right)             two numbers, rounded to fp16, in one register
 //     store_halves<aligned>(C, row, col,   stores 8 neighbours of a row of C, `data`, but not those
@@ -92,14 +92,14 @@ using namespace primitives;
 // ---- wmma global --------------------------------------------------------------------------------
 
 // FragmentA, FragmentB and FragmentSum (primitives/wmma_fragments.cuh) are what a lane holds of a
-// 16 x 16 matrix: of a left factor, of a right factor, and of sums. The interface does not tell
-// which elements these are. All lanes of a warp together load such a matrix, multiply two of them,
-// or store one.
+// 16 x 16 matrix: of a left factor, of a right factor, and of sums. The C++ interface, WMMA, does
+// not tell which elements these are. All lanes of a warp together load such a matrix, multiply two
+// of them, or store one.
 
-// Loads the 16 x 16 elements of `from` (row-major, n x n) at (row0, col0). WMMA reads all of the 16
-// x 16, and rows have to start at multiples of 32 bytes. With kWhole (n a multiple of 16) memory
-// has it so. Otherwise the warp copies the elements to `corner` first, its own place for 16 x 16 of
-// them in shared memory, 8 a lane, with zeros for what is outside.
+// Loads the 16 x 16 elements of `from` (row-major, n x n) at (row0, col0). For WMMA all of them
+// have to be inside of `from`, and each row has to start at a multiple of 32 bytes. With kWhole (n
+// is a multiple of 16) both are true. Otherwise each lane first copies 8 elements to `corner`, a
+// place in shared memory that this warp has for itself. What is outside becomes 0 there.
 template <bool kWhole, typename Fragment>
 __device__ void load_global(Fragment& fragment, const half* from, int row0, int col0, int n,
                             half* corner) {
@@ -124,8 +124,8 @@ constexpr int kSide = 4;
 
 // Lesson 1 with warps for threads. Each warp owns one 16 x 16 tile of C and walks along k in steps
 // of 16, with nothing kept but the sums. For every product it loads two matrices from memory: 512
-// elements for 4096 multiply-adds. Of the 16 warps of a block four need the same matrix, and only
-// the first of them reads it from memory if the L1 cache still has it for the others.
+// elements for 4096 multiply-adds. Each matrix is needed by four of the block's 16 warps, and only
+// the first of these reads it from memory if the L1 cache still has it for the others.
 //
 // The sums are fp32 and C is fp16. A lane that stores a rounded sum has to know its row and column,
 // and WMMA does not say them. So store_rounded (primitives/wmma_fragments.cuh) lets WMMA store the
@@ -156,14 +156,15 @@ __global__ void __launch_bounds__(32 * kSide * kSide)
 // ---- wmma shared --------------------------------------------------------------------------------
 
 // Lesson 2's tiles. A block of kWarpsM x kWarpsN warps owns a tile of C, BM x BN elements. A step
-// takes BK of k. In it the block loads a tile of A, BM x BK, and one of B, BK x BN, into shared
-// memory, once for all its warps. Then each warp multiplies its 16 * kRows rows by its 16 * kCols
-// columns. For 16 of k it loads kRows + kCols matrices of 16 x 16, and makes kRows * kCols
-// products.
+// takes BK of the n values of k. In it the block loads a tile of A, BM x BK, and one of B, BK x BN,
+// into shared memory, once for all its warps. Then each warp multiplies its 16 * kRows rows by its
+// 16 * kCols columns. For 16 of k it loads kRows + kCols matrices of 16 x 16, and makes kRows *
+// kCols products.
 //
 // The rows of the tiles are 8 elements longer than their data, so that rows start in different
 // banks. For example, a row of A's tile has 32 elements and 8 more. These are 80 bytes, the width
-// of 20 banks. So eight rows start in the banks 0, 20, 8, 28, 16, 4, 24 and 12.
+// of 20 banks. So eight rows start in the banks 0, 20, 8, 28, 16, 4, 24 and 12. A piece of 16
+// bytes takes four banks, so the first pieces of these rows have no bank in common.
 //
 // There are two barriers a step: one when the tiles are there, and one when nobody reads them any
 // more. copy_tile (primitives/async_copy.cuh) starts copies by cp.async, as in lesson 2's *async*.
@@ -463,8 +464,8 @@ struct MmaTiles {
 
 // What a thread copies of the tiles, kWidth elements at a time. With one copy each, the block's
 // threads cover kRowsA rows of the tile of A, or kRowsB rows of that of B. Addresses are worked out
-// once. Rows and columns outside of the matrix are replaced by the last ones inside: their sums are
-// never stored, so these may be anything. Only along k, which is summed over, zeros are needed.
+// once. Rows and columns outside of the matrix are replaced by the last ones inside. The sums that
+// come from them are never stored. Only along k, which is summed over, zeros are needed.
 template <class Tiles, int kWidth>
 struct TileCopies {
   static constexpr int BM = Tiles::BM, BN = Tiles::BN, BK = Tiles::BK;
@@ -472,7 +473,7 @@ struct TileCopies {
   static constexpr int kRowsB = Tiles::kThreads / (BN / kWidth);
   using Offsets = int[BM / kRowsA];  // of the thread's rows of A
   const int n;
-  int k_left;  // how many of the n of k have not been copied yet; 0 or less after the last step
+  int k_left;  // how many values of k have not been copied yet; 0 or less after the last step
   const int a_row = threadIdx.x / (BK / kWidth), a_k = threadIdx.x % (BK / kWidth) * kWidth;
   const int b_k = threadIdx.x / (BN / kWidth), b_col = threadIdx.x % (BN / kWidth) * kWidth;
   const half *a_from, *b_from;
@@ -543,7 +544,8 @@ struct TileCopies {
 // 8 ldmatrix; in *stages* 16 mma.sync and 6 ldmatrix. The price is as in lesson 2: only one such
 // block, of 8 warps, fits on a multiprocessor. In *stages* such tiles alone would save 7 % of the
 // time (measured, but not recorded in `results/`). Where shared memory is small, or N is no
-// multiple of 8, tiles are as in *stages*.
+// multiple of 8, tiles are as in *stages*. (`__restrict__` promises the compiler that nothing that
+// is read through A or B is written through C.)
 template <int BM, int BN, int BK, int kWarpsM, int kWarpsN, int kStages, int kWidth>
 __global__ void __launch_bounds__(32 * kWarpsM * kWarpsN, 1)
     matmul_lean(const half* __restrict__ A, const half* __restrict__ B, half* __restrict__ C,
@@ -728,18 +730,18 @@ __global__ void __launch_bounds__(32 * kWarpsM * kWarpsN, 1)
 
 // ---- How to read the kernels for Hopper ---------------------------------------------------------
 
-// At the first reading believe what is said of a word above its kernel, and do not open
-// primitives/hopper/. Read *one warpgroup* and *warp specialization* line by line: there all waits
-// are written out. In every kernel look for two things: a loop over the steps that starts copies,
-// and a loop over the steps that multiplies. In *one warpgroup* they are the same loop. From *warp
-// specialization* on they are in the two branches of an `if`, which different warps take: the
-// producer and the consumers. *tile scheduler* puts a loop over tiles around each of the two.
-// *clusters* and *rasterization* differ from it in little more than what their comments speak of.
-// (docs/hopper.md has the same words with pictures. HOPPER_CODE is 1 where the compiler takes
-// Hopper's instructions.)
+// At the first reading believe what the comments say of a word, and do not open primitives/hopper/.
+// Read *one warpgroup* and *warp specialization* line by line: there all waits are written out. In
+// every kernel look for two things: a loop over the steps that starts copies, and a loop over the
+// steps that multiplies. In *one warpgroup* they are the same loop. From *warp specialization* on
+// they are in the two branches of an `if`, which different warps take: the producer and the
+// consumers. *tile scheduler* puts a loop over tiles around each of the two. *clusters* and
+// *rasterization* differ from it in little more than what their comments speak of. (docs/hopper.md
+// has the same words with pictures. HOPPER_CODE is 1 where the compiler takes Hopper's
+// instructions.)
 
 // What a stage has room for: a tile of A, BM x 64, and one of B, 64 x BN. A box is what one copy of
-// the copy engine brings: some rows of 64 columns. The tile of A, a LeftTile, is one box of BM
+// Hopper's copy engine brings: some rows of 64 columns. The tile of A, a LeftTile, is one box of BM
 // rows. The tile of B, a RightTile, is BN / 64 boxes of 64 rows, one for each 64 columns.
 template <int BM, int BN>
 struct Stage {
@@ -767,34 +769,16 @@ __device__ void store_sum(const Sum<kCols>& sum, half* C, int row0, int col0, in
 
 // ---- one warpgroup ------------------------------------------------------------------------------
 
-// Three things are new at once, because they need each other:
+// Three things are new at once, because they need each other. Their words come with the code.
 //
 //   1. Copies. One thread asks the copy engine, TMA (tensor memory accelerator), for a whole box
 //      and goes on. No thread computes an address, and what lies outside of the matrix arrives as
-//      zeros. `A` and `B` are tensor maps (CUtensorMap): each says what the copy engine has to know
-//      of a matrix, and the host has made it. `tensor_load(to, map, row, col, barrier)` starts the
-//      copy of the box that begins at (row, col), and `barrier` counts its bytes. The copy engine
-//      needs a map's address; `__grid_constant__` lets it have that of the kernel's argument.
+//      zeros.
 //   2. Arrival. An mbarrier is a barrier in shared memory, which counts arrivals of threads and
-//      bytes of copies. Each stage has one, `full`. `barrier_init(barrier, arrivals)` says how many
-//      arrivals it waits for, and barrier_init_fence() lets the copy engine see that. The thread
-//      that starts the copies arrives by `barrier_arrive_expect(barrier, bytes)`, which also
-//      announces their bytes. All threads wait by `barrier_wait(barrier, parity)`; what the
-//      parity is follows below.
+//      bytes of copies. Each stage has one, `full`, at which all threads wait for its tiles.
 //   3. Products. The four warps of a warpgroup multiply 64 x 16 by 16 x 128 with one instruction,
 //      wgmma, straight out of shared memory. There is no ldmatrix, and there are no fragments of A
-//      and B in registers. wgmma reads a row-major B as it is. `sum.start_product(left, right,
-//      add)` starts the products of one step, which is kStepK = 64 of k. If `add`, they are added
-//      to the sum, else they replace it. `stage.a.rows(r)` is the left factor, 64 rows of the tile
-//      of A from row r on. wgmma_wait<n>() waits until all products are done but those of the n
-//      newest start_product().
-//
-// An mbarrier is used again and again. Each use is a *phase*: it ends when as many threads have
-// arrived as the barrier waits for, and all announced bytes have come. Phases are counted from 0. A
-// thread that waits for a phase tells the barrier only its *parity*, 0 for an even number and 1 for
-// an odd one. A Ring goes around the stages. `ring.stage` is the stage of the current step, and
-// `ring.parity` is the parity to wait for: 0 the first time around, 1 the second time, then 0
-// again.
+//      and B in registers. wgmma reads a row-major B as it is.
 //
 // A block is one warpgroup with a 128 x 128 tile of C. That is two sums of 64 x 128, and each of
 // them takes 64 registers of a thread. (wgmma takes up to 256 columns. But two sums of 64 x 256
@@ -805,17 +789,24 @@ __device__ void store_sum(const Sum<kCols>& sum, half* C, int row0, int col0, in
 //
 // Tiles are taken row by row here and in *warp specialization*, column by column in *tile
 // scheduler* and *clusters*. *rasterization* takes them in groups again.
+//
+// `A` and `B` are tensor maps (CUtensorMap): each says what the copy engine has to know of a
+// matrix, and the host has made it. The copy engine needs a map's address; `__grid_constant__` lets
+// it have that of the kernel's argument.
 template <int kStages>
 __global__ void __launch_bounds__(128)
     matmul_wgmma(const __grid_constant__ CUtensorMap A, const __grid_constant__ CUtensorMap B,
                  half* C, int n) {
 #if HOPPER_CODE
   constexpr int BM = 128, BN = 128;
-  extern __shared__ __align__(1024) char shared[];
+  extern __shared__ __align__(1024) char shared[];  // a box begins at a multiple of 1024 bytes
   auto* stages = reinterpret_cast<Stage<BM, BN>*>(shared);
   __shared__ Barrier full[kStages];
   const int row0 = blockIdx.y * BM, col0 = blockIdx.x * BN, steps = (n + kStepK - 1) / kStepK;
 
+  // Starts the copies of a step, which is kStepK = 64 of k. `barrier_arrive_expect(barrier, bytes)`
+  // is this thread's arrival, and announces their bytes. `tensor_load(to, map, row, col, barrier)`
+  // starts the copy of the box that begins at (row, col), and `barrier` counts its bytes.
   const auto load = [&](int step) {
     const int s = step % kStages;
     barrier_arrive_expect(&full[s], sizeof(Stage<BM, BN>));
@@ -824,6 +815,8 @@ __global__ void __launch_bounds__(128)
       tensor_load(stages[s].b.boxes[box].elements, &B, step * kStepK, col0 + 64 * box, &full[s]);
     }
   };
+  // `barrier_init(barrier, arrivals)` says for how many arrivals of threads a barrier waits, and
+  // barrier_init_fence() lets the copy engine see that.
   if (threadIdx.x == 0) {
     for (int s = 0; s < kStages; ++s) barrier_init(&full[s], 1);
     barrier_init_fence();
@@ -831,6 +824,17 @@ __global__ void __launch_bounds__(128)
   }
   __syncthreads();
 
+  // An mbarrier is used again and again. Each use is a *phase*: it ends when as many threads have
+  // arrived as the barrier waits for, and all announced bytes have come. Phases are counted from 0.
+  // `barrier_wait(barrier, parity)` waits until a phase is over. It is told only the phase's
+  // *parity*, 0 for an even number and 1 for an odd one. A Ring goes around the stages.
+  // `ring.stage` is the stage of the current step, and `ring.parity` is the parity to wait for: 0
+  // the first time around, 1 the second time, then 0 again.
+  //
+  // `sum.start_product(left, right, add)` starts the products of one step. If `add`, they are added
+  // to the sum, else they replace it. `stage.a.rows(r)` is the left factor, 64 rows of the tile of
+  // A from row r on. wgmma_wait<n>() waits until all products are done but those of the n newest
+  // start_product().
   Sum<BN> upper, lower;  // rows 0 to 63 and 64 to 127
   Ring ring{kStages};
   for (int step = 0; step < steps; ++step) {
@@ -876,9 +880,10 @@ __global__ void __launch_bounds__(128)
 // for parity 1, ends at once: a new barrier behaves as if a phase of parity 1 were over.
 //
 // A sum of 64 x 256 takes 128 registers of each thread. The producer needs few. So it gives some of
-// its registers to the consumers. Each thread of the three warpgroups begins with 168 registers.
-// Then each thread of the producer keeps 24 (registers_shrink_to), and each thread of a consumer
-// gets 240 (registers_grow_to).
+// its registers to the consumers. (Only a whole warpgroup can do that. So the producer is one,
+// though a single thread does its work.) Each thread of the three warpgroups begins with 168
+// registers. Then each thread of the producer keeps 24 (registers_shrink_to), and each thread of a
+// consumer gets 240 (registers_grow_to).
 template <int kStages>
 __global__ void __launch_bounds__(384, 1)
     matmul_specialized(const __grid_constant__ CUtensorMap A, const __grid_constant__ CUtensorMap B,
@@ -1203,9 +1208,9 @@ __global__ void HOPPER_CLUSTER(2) __launch_bounds__(384, 1)
 //   - Every second round is walked from the end of k to its beginning: each cluster's second tile,
 //     its fourth and so on. And every second group is taken from the right to the left. So a round
 //     begins with the part of k with which the round before ended, and the L2 cache still has that
-//     part of what both rounds need. Within a group these are rows of A. Where the next group
-//     begins, these are columns of B. For example, C has 4 x 3 tiles, and a group has two rows of
-//     them. Then this is their order:
+//     part of what both rounds need. Within a group they need the same rows of A. Where the next
+//     group begins, they need the same columns of B. For example, C has 4 x 3 tiles, and a group
+//     has two rows of them. Then this is their order:
 //
 //         group 0     0   2   4
 //                     1   3   5
@@ -1249,8 +1254,8 @@ struct Pace {
   }
 
   // Nobody shall wait for this cluster any more: it counts as having made `most` paces. Then all
-  // clusters together have made most * clusters, and who counts the last of them leaves a 0 for the
-  // next launch.
+  // clusters together have made most * clusters, and the one that counts the last of them leaves a
+  // 0 for the next launch.
   __device__ void end(unsigned most) {
     const GridCount counter(*total);
     const unsigned rest = most - mine;
@@ -1401,8 +1406,8 @@ void add_mma(Problem& square, Buffer<half> A, Buffer<half> B, Buffer<half> C, in
       .needs_shared(Tiles::kSharedBytes);
 }
 
-// A factor for the copy engine, in boxes of `rows` rows, which many blocks read. (`false`: nothing
-// is rounded to TF32. The last n: a row begins n elements after the one above it.)
+// The tensor map of a factor, which many blocks read. A copy brings a box of `rows` rows. (`false`:
+// nothing is rounded to TF32. The last n: a row begins n elements after the one above it.)
 CUtensorMap map_of(const half* matrix, int n, int rows) {
   return tensor_map<half>(matrix, n, n, rows, false, n, Reads::often);
 }

@@ -330,7 +330,7 @@ __global__ void __launch_bounds__(Tiles::kThreads) gating_resident(GatingOperand
 
 // ---- warp specialization ------------------------------------------------------------------------
 
-// The last kernels use what lesson 3's last kernels introduce, and explain above each kernel: the
+// The last kernels use what lesson 3's last kernels introduce, and explain at each kernel: the
 // copy engine (TMA), barriers in shared memory (mbarrier), products of a warpgroup (wgmma), and the
 // words around them: Box, LeftTile, RightTile, Sum, Pipeline, Writer, Reader, BlockGrid. These are
 // new:

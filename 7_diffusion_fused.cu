@@ -455,7 +455,7 @@ __global__ void __launch_bounds__(Tile::kThreads)
 //
 // At the first reading follow the consumers (the `else`), whose four parts have these names. Read
 // the producer afterwards: it brings what the consumers wait for, in the same order. The words are
-// those that lesson 3 has above its kernels for Hopper, and these:
+// those that lesson 3 has at its kernels for Hopper, and these:
 //
 //     reader.wait()                        waits until the reader's stage is full, and returns it
 //     reader.give_back()                   says that this stage is empty

@@ -356,7 +356,7 @@ __global__ void __launch_bounds__(MmaTile<kWidth>::kThreads) attention_mma(Opera
 // lie in shared memory: K^T, whose columns are rows of K, and V. The probabilities are a left
 // factor in registers.
 //
-// The words are those that lesson 3 has above its kernels for Hopper, and these:
+// The words are those that lesson 3 has at its kernels for Hopper, and these:
 //     LeftFragments                 a left factor in the registers of a warpgroup, in slices of 16
 //     kSlices                       64 of what a product sums over are four slices, a wgmma each
 //     AlongK                        what wgmma reads of a factor whose rows in memory are summed
