@@ -27,15 +27,14 @@
 //
 // What stands in parentheses, multiplied element by element, is a plane P. Where a triple has
 // several places for a blade their sum is the plane: for the blade 1 of z, w[1,0,1] has the plane
-// x'_e1 y'_e1 + x'_e2 y'_e2.
+// x'_e1 y'_e1 + x'_e2 y'_e2. For a blade of z the planes of its triples, side by side, are the left
+// operand of one product, and the weights of these triples, below each other, are the right one.
 //
 // Where does the time go? In 3-D tensor cores do 2 x 44 batch features^2 operations, in TF32.
-// Memory moves the 8 planes of each of x, y and out. If the planes P go through memory, too, 44 are
-// written, and read again. Suppose that these reads find them in the L2 cache. Then at 512 features
-// an H100's memory needs about as long as its tensor cores, and at 1024 half as long (the lesson's
-// page counts both). So both should work at the same time. (In 2-D put 14 for 44, and 4 for 8.) For
-// a blade of z the planes of all its triples, side by side, are the left operand of one product,
-// whose right operand is the weights of these triples, below each other.
+// Memory moves 8 planes of each of x, y and out. If the planes P go through memory, too, 44 are
+// written, and read again. Even if these reads find them in the L2 cache, at 512 features an H100's
+// memory needs about as long as its tensor cores, and at 1024 half as long (see the lesson's page).
+// So memory and tensor cores should work at the same time. (In 2-D put 14 for 44, and 4 for 8.)
 //
 //     unfused          kernels write planes to memory, cuBLAS multiplies them, once for each grade
 //     planes in tiles  a block makes its planes in shared memory, and multiplies them by mma.sync
@@ -49,7 +48,7 @@
 // A^T dC. Here z_k is a sum of products P_t,k w[t]. So the gradient of P_t,k is dz_k w[t]^T, which
 // backward multiplies with y and x and adds up; and dw[t] is the sum over k of P_t,k^T dz_k.
 //
-// All rows but *unfused* move four neighbouring features at a time: features are a multiple of 4.
+// All rows but *unfused* move four features at a time: their number has to be a multiple of 4.
 
 #include <algorithm>
 #include <bit>
@@ -286,8 +285,8 @@ __device__ __forceinline__ void store_rounded(float* to, Pack<W> pack) {
 }
 
 // How a row adds up kCount numbers over its features, as in lesson 10: lanes exchange what they
-// have, then the warps meet in shared memory. Sums is a multiple of 16 bytes long and begins at
-// one, so that a thread may store and load it 16 bytes at a time.
+// have, then the warps meet in shared memory. Sums is padded to whole pieces of 16 bytes, which a
+// thread may store and load at once.
 template <int kCount>
 struct alignas(16) Sums {
   float value[(kCount + 3) / 4 * 4];
@@ -409,9 +408,9 @@ void library_product(cublasHandle_t blas, const float* a, Stored a_is, const flo
 // ---- Planes in tiles ----------------------------------------------------------------------------
 
 // The words of a portable kernel in TF32. Four warps own a tile of 64 by 64. Each has 32 by 32 of
-// it, which begin at (row, col). A sum of mma_m16n8k8_tf32 is 16 x 8: lane l holds rows l / 4 and l
-// / 4 + 8, columns 2 (l % 4) and the next one. In a TileSum [m][j] begins at row 16 m and column 8
-// j of the 32 by 32. Backward has two `group`s of four warps.
+// it, which begin at (row, col). A sum of mma_m16n8k8_tf32 is 16 x 8: lane l holds rows l / 4 and
+// l / 4 + 8, columns 2 (l % 4) and the next one. In a TileSum [m][j] begins at row 16 m and column
+// 8 j of the 32 by 32. Backward has two `group`s of four warps.
 //
 //     place<pieces>(row, piece)   where a piece of 4 floats of a left operand is in shared memory.
 //                                 Pieces change places, so that 8 rows are in different banks
@@ -693,10 +692,10 @@ struct PlaneMaker {
 // The weights in TF32, in the order of slots, zeros beyond the features: `transposed` (slots, out
 // feature, in feature), and for backward `plain` (slots, in feature, out feature), unless it is
 // null. Rows of both become columns of a result, so they are in the order of place_of_column(). In
-// `plain` out features are in this order as well, as in dz, for the product of both sums over them.
-// A block has 32 rows and kWidth columns of a matrix. Its 128 threads read them row by row into
-// `piece`, in shared memory. A column of `piece` is a row of `transposed`. As a row of `piece` has
-// 129 elements, a column lies in 32 banks.
+// `plain` out features are in this order, too, as dz has them so, and the product of both sums over
+// them. A block has 32 rows and kWidth columns of a matrix. Its 128 threads read them row by row
+// into `piece`, in shared memory. A column of `piece` is a row of `transposed`. As a row of `piece`
+// has 129 elements, a column lies in 32 banks.
 struct WeightTransposer {
   using Piece = float[32][128 + 1];
   const float* w;
@@ -740,8 +739,8 @@ struct WeightTransposer {
 
 // The kernel before the product. Each of the first `plane_blocks` blocks makes four units, one a
 // warp. In *planes first*, with 512 features, these are one row of all planes P_t,k. So a plane is
-// made once, not once for each 64 columns. Each other block turns a piece of w; they come with the
-// first chunk only. Block 0 also sets to 0 the counters by which the product's blocks wait.
+// made once, not once for each 64 columns. Each other block turns a piece of w; such blocks come
+// with the first chunk only. Block 0 also sets to 0 the counters that the product waits for.
 template <typename A>
 __global__ void __launch_bounds__(128, A::kBlades > 4 ? 5 : 8)
     make_ready(const __grid_constant__ PlaneMaker<A> maker, int plane_blocks,
@@ -767,13 +766,13 @@ __global__ void __launch_bounds__(128, A::kBlades > 4 ? 5 : 8)
 // Lesson 3's *clusters*, in TF32. A block computes z_k of one blade k for 128 rows and kCols
 // features, the sum of P_t,k w[t] over all slots of k's grade. kStacked blocks below each other
 // share the weights. A stage has 32 features of one plane, and the weights of its slot for these:
-// 128 bytes a row, as lesson 3's 64 numbers of fp16. For the pipeline a tile is one long product.
-// For e1 in 3-D, with 512 features, it has 96 stages: 16 times 32 features, of 6 planes each.
+// 128 bytes a row, as are lesson 3's 64 numbers of fp16. For the pipeline a tile is one long
+// product. For e1 in 3-D with 512 features it has 96 stages: 16 times 32 features, of 6 planes.
 //
 // Large tiles are those of two blocks with 256 columns, small ones those of one block with 128.
 // LeftFactor says how the left factor lies in shared memory: a LeftTile as in lesson 3, or, in
 // backward, one that is transposed. 227 KB of shared memory, all that a block may have on Hopper,
-// are 4 large or 7 small stages; 1 KB is left for barriers.
+// hold 4 large or 7 small stages; 1 KB is left for barriers.
 template <int kCols, int kStacked, class LeftFactor>
 struct Tf32Tile {
   using Left = LeftFactor;
@@ -812,7 +811,7 @@ struct Rounds {
 
 // Which tiles of z the clusters take, and in which order. Tiles of the scalar and of the last blade
 // have 4 slots (3 in 2-D). The other blades are the `longer` ones, with 6 slots (4 in 2-D). A *row*
-// of tiles has all blades and columns of some rows. There are two orders:
+// of tiles has all blades and columns of the same rows of the batch. There are two orders:
 //
 //     row by row         a round has whole rows of tiles, as many as there are clusters for
 //     the longest first  all long tiles come before the short ones. Then no cluster ends with a
@@ -887,8 +886,8 @@ struct TileOrder {
   }
 };
 
-// When a sum is there, it still has to be divided by its row's rms, as out is at the top. The norm
-// of a row is over all features and over the blades of a grade. These are in tiles of several
+// When a sum is there, it still has to be divided by its row's rms, see out at the top. The norm of
+// a row is over all features and over the blades of a grade. These are in tiles of several
 // clusters. If all of these tiles are of one round, a warpgroup keeps its sums of z in registers,
 // leaves its rows' sums of squares in memory, counts itself, and waits until all tiles are counted.
 // Then it scales its sums, so that z is never in memory.
@@ -1139,13 +1138,15 @@ __global__ void __launch_bounds__(128) normalize_rest(const __grid_constant__ No
 
 // In *planes first* three warps of each producer have nothing to do, and the product begins when
 // all planes of the chunk are there. Here make_ready makes only what the first round begins with,
-// 256 features of its rows, and these warps, the *makers*, make the rest during the product. A
-// *patch* is the planes of 128 rows and 128 features, 128 units. All makers of the launch share the
-// units of a patch, and then those of the next one. They count each unit that is there. The thread
-// that starts the copies waits until all 128 are counted, once for each 128 features of a tile,
-// which are four steps. Makers never wait for anybody. So all blocks end if all run at the same
-// time, and the launch has as many as the device holds. (Clusters without a tile make planes, too.)
-// A thread that makes planes needs registers: 152, and 176 are left for each one that multiplies.
+// the first 256 features of its rows, and these warps, the *makers*, make the rest during the
+// product. A *patch* is the planes of 128 rows and 128 features, 128 units. All makers of the
+// launch share the units of a patch, and then those of the next one. They count each unit that is
+// there. The thread that starts the copies waits until all 128 are counted, once for each 128
+// features of a tile, which are four steps.
+//
+// Makers never wait for anybody. So all blocks end if all run at the same time, and the launch has
+// as many as the device holds. (Clusters without a tile make planes, too.) Threads that make planes
+// need 152 registers, and consumers have 176.
 //
 // This hides only a part. A step multiplies 128 x 32 by 32 x 256 in 1024 cycles: 2^20
 // multiply-adds, 1024 a cycle. In them the factors arrive in shared memory, 16 KB and 32 KB, and
@@ -1391,14 +1392,13 @@ constexpr int kPairThreads = 2 * kTileThreads;
 constexpr int kGradientDepth = 32, kGradientCols = 2 * kTile, kGradientStride = kGradientCols + 8;
 constexpr int kGradientTileBytes = 3 * kTile * kGradientStride * sizeof(float);
 
-// The gradients of planes P_t,k, for one triple t and its kBlades blades k: dz_k w[t]^T for 64 rows
+// The gradients of planes P_t,k, for a triple t and its kBlades blades k: dz_k w[t]^T for 64 rows
 // of the batch and 128 features of P, into shared memory, in rows kGradientStride apart. `dz` and
-// `w` point to the tile's first row of each. A group of warps has all 64 rows and half of the
-// features. The product sums over the features of z, 32 a step. While a step is multiplied, the
-// copies of the next one come to the other of two stages. A stage has 64 x 32 of each dz_k, and
-// then for each group 64 rows of w. At the end the sums overwrite the stages. The sum goes along
-// the rows of w, too, so ldmatrix loads also this right operand. Its four matrices of 8 rows of 4
-// floats are the fragments for 16 columns.
+// `w` point to the tile's first rows. A group has all 64 rows and half of the features. The product
+// sums over the features of z, 32 a step. While a step is multiplied, the next one comes to the
+// other of two stages. A stage has 64 x 32 of each dz_k, and then for each group 64 rows of w. At
+// the end the sums overwrite the stages. The sum goes along the rows of w, too, so ldmatrix loads
+// also this right operand. Its four matrices of 8 x 4 floats are the fragments for 16 columns.
 template <int kBlades>
 __device__ __forceinline__ void plane_gradients(const float* dz, const float* w,
                                                 const ResultGradients& of, int features,
@@ -1491,8 +1491,8 @@ __host__ __device__ constexpr bool is_first_of_y(int t) {
   return true;
 }
 
-// The gates' part of dx and dy. With g = gate(x_1) and h = gate(y_1) a plane is a sum of terms sign
-// g x_i h y_j. take_apart() was given x and y without gates, and has left in dx and dy
+// The gates' part of dx and dy. With g = gate(x_1) and h = gate(y_1) a plane is a sum of terms
+// sign g x_i h y_j. take_apart() was given x and y without gates, and has left in dx and dy
 //
 //     S_i = sum of  sign y_j d_k        T_j = sum of  sign x_i d_k
 //
@@ -1524,7 +1524,7 @@ __device__ __forceinline__ void finish_gradients(const Multivectors<A, W>& x,
 // features of a row at a time: it loads one grade of x and of y, and adds the triple's terms to the
 // sums in dx and dy, in memory. Only this thread comes to these places until the end. A grade's
 // first triple starts its sums. So at most 3 planes' gradients exist at a time, where *unfused* has
-// all 44 in memory. The gates come at the end.
+// all 44 in memory. At the end finish_gradients() puts the gates in.
 template <typename A>
 __global__ void __launch_bounds__(kPairThreads, 2)
     input_gradient_tiles(const float* x, const float* y, const float* w, ResultGradients dz,
@@ -1586,7 +1586,7 @@ constexpr int kWeightTileBytes = [] {
 }();
 
 // Adds up P_t,k^T dz_k for kCount slots of a grade of kBlades blades. A row of `planes` is one of
-// the batch, over which the sum goes. So a left operand is loaded like the right one.
+// the batch, over which the sum goes. So left operands come by single loads, like right ones.
 template <int kBlades, int kCount>
 __device__ __forceinline__ void multiply_transposed(TileSum (&sums)[3], const float* planes,
                                                     const float* results) {
@@ -1687,7 +1687,7 @@ __global__ void __launch_bounds__(kPairThreads, 2)
   });
 }
 
-// dw is the sum of the shares' `count` sums, in their order. A thread has four neighbours.
+// dw is the sum of the shares' sums, in their order. A thread has four neighbouring elements.
 __global__ void sum_weight_gradients(const float* partials, float* dw, int count, size_t size) {
   const size_t first = (static_cast<size_t>(blockIdx.x) * blockDim.x + threadIdx.x) * 4;
   wait_for_previous_kernel();
@@ -2127,7 +2127,7 @@ struct UnfusedConnectedBackward {
 
 // *planes in tiles*: forward() launches round_weights, forward_tiles and normalize_rows;
 // backward(), for as many rows at a time as dz has room for, result_gradients, input_gradient_tiles
-// and weight_gradient_tiles.
+// and weight_gradient_tiles, at last sum_weight_gradients, if shares have sums of their own.
 template <typename A>
 struct Tiled {
   explicit Tiled(const Tensors& tensors)
@@ -2260,7 +2260,7 @@ CUtensorMap factor(const float* data, int64_t rows, int64_t cols, unsigned box_r
 // *planes first* and *planes beside*, forward. For each chunk these are make_ready, planes_first or
 // planes_beside, and normalize_rest, if some rows' tiles are not together(). Backward adds for each
 // chunk, from the last one on, turn_result_gradients, weight_gradients_product,
-// plane_gradients_product and take_planes_apart.
+// plane_gradients_product and take_planes_apart. All but the last one make planes again.
 template <typename A, bool kBeside>
 struct InMemory {
   static constexpr size_t kPlaneBytes = 1 << 30;
