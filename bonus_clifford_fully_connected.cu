@@ -17,8 +17,7 @@
 // Lesson 10's layer has a weight per feature and grade triple; here it is a matrix, which mixes the
 // features: the fully connected layer of a Clifford network. All coefficients of one blade, for all
 // rows of the batch and all features, are a matrix (batch, features), called a *plane*. The P_t,k
-// are planes, too: the 20 triples in 3-D (10 in 2-D) make 44 of them (14). Each is the left operand
-// of a product of matrices.
+// are planes, too, left operands of products: 44 for 20 triples in 3-D, 14 for 10 in 2-D.
 //
 // For n = 2, whose table lesson 10 has, e1 of z is four products of matrices, one for each place
 // in which the table has e1:
@@ -28,32 +27,28 @@
 //
 // What stands in parentheses, multiplied element by element, is a plane P. Where a triple has
 // several places for a blade their sum is the plane: for the blade 1 of z, w[1,0,1] has the plane
-// x'_e1 y'_e1 + x'_e2 y'_e2.
+// x'_e1 y'_e1 + x'_e2 y'_e2. For a blade of z the planes of its triples, side by side, are the left
+// operand of one product, and the weights of these triples, below each other, are the right one.
 //
-// What is computed: 2 x 44 batch features^2 operations in 3-D (2 x 14 in 2-D), on tensor cores, in
-// TF32. What moves: 3 x 8 planes (3 x 4), those of x, y and out, if the planes P are never written;
-// 2 x 44 (2 x 14) more if they are, once, and read back. At 512 features an H100's memory needs
-// about as long as its tensor cores, even if planes are read from the L2 cache; at 1024 features it
-// needs half as long (the lesson's page counts both). So tensor cores should not wait for planes.
-// For a blade of z the planes of all its triples, side by side, are the left operand of one
-// product, whose right operand is the weights of these triples, below each other.
+// Where does the time go? In 3-D tensor cores do 2 x 44 batch features^2 operations, in TF32.
+// Memory moves 8 planes of each of x, y and out. If the planes P go through memory, too, 44 are
+// written, and read again. Even if these reads find them in the L2 cache, at 512 features an H100's
+// memory needs about as long as its tensor cores, and at 1024 half as long (see the lesson's page).
+// So memory and tensor cores should work at the same time. (In 2-D put 14 for 44, and 4 for 8.)
 //
-//     unfused          planes in memory, a product of cuBLAS for each grade, a kernel for the norms
-//     planes in tiles  a block makes its planes in shared memory and multiplies them, mma.sync
-//     planes first     on Hopper: a kernel makes planes, lesson 3's product, in TF32, reads them
-//     planes beside    three warps of each block make most planes, while others multiply
+//     unfused          kernels write planes to memory, cuBLAS multiplies them, once for each grade
+//     planes in tiles  a block makes its planes in shared memory, and multiplies them by mma.sync
+//     planes first     (Hopper) a kernel writes planes to memory, the next one multiplies them
+//     planes beside    (Hopper) three warps of a block write planes, while others multiply
 //
-// The words of the last two rows are those of lesson 3, from its *one warpgroup* to its *clusters*:
-// the copy engine, producer and consumers, the stages of a pipeline, clusters. They are not
-// explained again.
+// The last two rows use the words of lesson 3, from its *one warpgroup* to its *clusters*: the copy
+// engine, producer and consumers, the stages of a pipeline, clusters.
 //
-// Forward stands first, then backward in kernels of its own. The gradients of a product of
-// matrices, C = A B, are dA = dC B^T and dB = A^T dC. Here z_k is a sum of products P_t,k w[t]. So
-// the gradient of P_t,k is dz_k w[t]^T, which backward multiplies with y and x and adds up; and
-// dw[t] is the sum over k of P_t,k^T dz_k, whose left operand is planes again, transposed.
+// Forward stands first, then backward. The gradients of a product C = A B are dA = dC B^T and dB =
+// A^T dC. Here z_k is a sum of products P_t,k w[t]. So the gradient of P_t,k is dz_k w[t]^T, which
+// backward multiplies with y and x and adds up; and dw[t] is the sum over k of P_t,k^T dz_k.
 //
-// All rows but *unfused* move four neighbouring features at a time, so features have to be a
-// multiple of 4.
+// All rows but *unfused* move four features at a time: their number has to be a multiple of 4.
 
 #include <algorithm>
 #include <bit>
@@ -290,7 +285,8 @@ __device__ __forceinline__ void store_rounded(float* to, Pack<W> pack) {
 }
 
 // How a row adds up kCount numbers over its features, as in lesson 10: lanes exchange what they
-// have, then the warps meet in shared memory.
+// have, then the warps meet in shared memory. Sums is padded to whole pieces of 16 bytes, which a
+// thread may store and load at once.
 template <int kCount>
 struct alignas(16) Sums {
   float value[(kCount + 3) / 4 * 4];
@@ -411,9 +407,10 @@ void library_product(cublasHandle_t blas, const float* a, Stored a_is, const flo
 
 // ---- Planes in tiles ----------------------------------------------------------------------------
 
-// The words of a portable kernel in TF32. Four warps own a tile of 64 rows by 64 columns, each of
-// them 32 by 32, in the fragments of mma_m16n8k8_tf32. Of a sum of 16 x 8 lane l holds rows l / 4
-// and l / 4 + 8, columns 2 (l % 4) and the next one. Backward has two `group`s of four warps.
+// The words of a portable kernel in TF32. Four warps own a tile of 64 by 64. Each has 32 by 32 of
+// it, which begin at (row, col). A sum of mma_m16n8k8_tf32 is 16 x 8: lane l holds rows l / 4 and
+// l / 4 + 8, columns 2 (l % 4) and the next one. In a TileSum [m][j] begins at row 16 m and column
+// 8 j of the 32 by 32. Backward has two `group`s of four warps.
 //
 //     place<pieces>(row, piece)   where a piece of 4 floats of a left operand is in shared memory.
 //                                 Pieces change places, so that 8 rows are in different banks
@@ -488,8 +485,7 @@ struct FourBlades {
   static constexpr int kFirstPlane = kOrder<A>.plane[kFirstGrade];
   static constexpr int kPlanes = kOrder<A>.plane[kEndGrade] - kFirstPlane;
 };
-// Shared memory for one step: 8 features of 64 rows of each plane, and 8 rows of 64 columns of each
-// matrix of weights.
+// Shared memory for a step: 8 features of 64 rows of each plane, 8 rows of 64 columns of each w[t].
 template <typename A>
 constexpr int kForwardTileBytes = sizeof(float) * 8 *
                                   (FourBlades<A, 0>::kPlanes * kTile +
@@ -589,8 +585,7 @@ __global__ void __launch_bounds__(kTileThreads)
 }
 
 // out = z / rms(z) for each grade, in place; keeps 1 / rms (grades, batch) for backward. A block
-// has a row, and a thread four features at a time. It reads the row twice, the second time from a
-// cache.
+// has a row, a thread four features at a time. The second time it reads from a cache.
 template <typename A>
 __global__ void normalize_rows(float* out, float* inverses, Layer layer) {
   __shared__ Sums<A::kGrades> partials[kMaxWarps];
@@ -654,10 +649,11 @@ __host__ __device__ constexpr int place_of_column(int col) {
   return col / 16 * 16 + col % 4 / 2 * 8 + col % 16 / 4 * 2 + col % 2;
 }
 
-// Makes planes of a chunk. A unit is the elements of all planes for 128 features of one row. A warp
-// makes it, each lane 4 features. Before the product come those of the first `row_blocks` times 128
-// rows, and of these the first `slices` times 128 features: in *planes first* that is all. Rows are
-// taken whole, so neighbouring warps write what lies side by side.
+// Makes planes of a chunk. A *unit* is 128 features of one row, in all planes. A warp makes it:
+// each lane loads 4 features of x and y, all blades, multiplies them in registers, and stores 16
+// bytes to each plane. Before the product come the units of the first `row_blocks` times 128 rows,
+// and of these the first `slices` times 128 features: in *planes first* that is all. Units are
+// numbered along the rows, so neighbouring warps write what lies side by side.
 template <typename A>
 struct PlaneMaker {
   const float *x, *y;
@@ -695,9 +691,11 @@ struct PlaneMaker {
 
 // The weights in TF32, in the order of slots, zeros beyond the features: `transposed` (slots, out
 // feature, in feature), and for backward `plain` (slots, in feature, out feature), unless it is
-// null. Rows of both are in the order of place_of_column(), and so are out features of `plain`, as
-// those of dz. A block of 128 threads has 32 rows and kWidth columns of a matrix, which it turns in
-// shared memory.
+// null. Rows of both become columns of a result, so they are in the order of place_of_column(). In
+// `plain` out features are in this order, too, as dz has them so, and the product of both sums over
+// them. A block has 32 rows and kWidth columns of a matrix. Its 128 threads read them row by row
+// into `piece`, in shared memory. A column of `piece` is a row of `transposed`. As a row of `piece`
+// has 129 elements, a column lies in 32 banks.
 struct WeightTransposer {
   using Piece = float[32][128 + 1];
   const float* w;
@@ -739,9 +737,10 @@ struct WeightTransposer {
   }
 };
 
-// What comes before the product: the first `plane_blocks` blocks make planes, a unit a warp, the
-// others transpose weights. Block 0 also sets the counters to 0 by which the blocks of the product
-// wait for each other.
+// The kernel before the product. Each of the first `plane_blocks` blocks makes four units, one a
+// warp. In *planes first*, with 512 features, these are one row of all planes P_t,k. So a plane is
+// made once, not once for each 64 columns. Each other block turns a piece of w; such blocks come
+// with the first chunk only. Block 0 also sets to 0 the counters that the product waits for.
 template <typename A>
 __global__ void __launch_bounds__(128, A::kBlades > 4 ? 5 : 8)
     make_ready(const __grid_constant__ PlaneMaker<A> maker, int plane_blocks,
@@ -764,17 +763,16 @@ __global__ void __launch_bounds__(128, A::kBlades > 4 ? 5 : 8)
 
 // ---- Planes first -------------------------------------------------------------------------------
 
-// Lesson 3's *clusters*, in TF32. There a step of a product takes 64 numbers of fp16 from each row
-// of a factor, 128 bytes. Here it takes 32 features of fp32, which are 128 bytes as well. A block
-// has 128 rows of one blade of the result by kCols columns, and kStacked blocks below each other
-// share the right factor. The sum of a tile goes over all slots of the blade's grade: at each step
-// along the features all slots come, one after the other, a plane and its weights. So for the
-// pipeline a tile is one long product.
+// Lesson 3's *clusters*, in TF32. A block computes z_k of one blade k for 128 rows and kCols
+// features, the sum of P_t,k w[t] over all slots of k's grade. kStacked blocks below each other
+// share the weights. A stage has 32 features of one plane, and the weights of its slot for these:
+// 128 bytes a row, as are lesson 3's 64 numbers of fp16. For the pipeline a tile is one long
+// product. For e1 in 3-D with 512 features it has 96 stages: 16 times 32 features, of 6 planes.
 //
 // Large tiles are those of two blocks with 256 columns, small ones those of one block with 128.
 // LeftFactor says how the left factor lies in shared memory: a LeftTile as in lesson 3, or, in
-// backward, one that is transposed. On Hopper a block may have 227 KB of shared memory. The
-// pipeline has as many stages as this holds; 1 KB is left for its barriers.
+// backward, one that is transposed. 227 KB of shared memory, all that a block may have on Hopper,
+// hold 4 large or 7 small stages; 1 KB is left for barriers.
 template <int kCols, int kStacked, class LeftFactor>
 struct Tf32Tile {
   using Left = LeftFactor;
@@ -797,32 +795,40 @@ struct Tf32Tile {
 using LargeTile = Tf32Tile<256, 2, LeftTile<float, 128>>;
 using SmallTile = Tf32Tile<128, 1, LeftTile<float, 128>>;
 
-// Tiles that clusters take in rounds. Every other round goes from the last cluster to the first
-// one. If the longest tiles come first, a cluster with a long one of a round has a short one next.
+// Clusters take tiles in rounds, in each round one tile a cluster. Every other round goes from the
+// last cluster to the first one. So if the longest tiles come first, a cluster with one of the
+// longest in a round has one of the shortest in the next.
 struct Rounds {
   int tiles, clusters;
   __host__ __device__ int tile(int round, int cluster) const {
     return round * clusters + (round % 2 == 0 ? cluster : clusters - 1 - cluster);
   }
-  // Whether the cluster has a tile in this round. Launches may have more clusters than `clusters`,
-  // which then have none.
+  // Whether the cluster has a tile in this round. Clusters of a launch beyond `clusters` have none.
   __host__ __device__ bool has(int round, int cluster) const {
     return cluster < clusters && tile(round, cluster) < tiles;
   }
 };
 
 // Which tiles of z the clusters take, and in which order. Tiles of the scalar and of the last blade
-// have a plane for each of 4 slots (3 in 2-D). The other blades are the `longer` ones: their tiles
-// have 6 slots (4 in 2-D). There are two orders:
+// have 4 slots (3 in 2-D). The other blades are the `longer` ones, with 6 slots (4 in 2-D). A *row*
+// of tiles has all blades and columns of the same rows of the batch. There are two orders:
 //
-//     row by row         a round has all tiles of as many rows as there are clusters for. From
-//                        round to round other clusters get the short tiles
+//     row by row         a round has whole rows of tiles, as many as there are clusters for
 //     the longest first  all long tiles come before the short ones. Then no cluster ends with a
 //                        long tile while others have nothing left to do
 //
-// In the first order the norm is easier (see Norm). It needs as many clusters as a row has tiles.
-// Then it is taken in 2-D, where tiles differ less, and where tiles are at most twice the clusters.
-// In 3-D the second order is faster if there are more tiles.
+// Row by row the norm is easier (see Norm), but clusters that would have only a part of a row are
+// left out. So this order is taken only if a row has no more tiles than there are clusters.
+// Besides, it has to be 2-D, where tiles differ less, or there are at most twice as many tiles as
+// clusters. (24 tiles in rows of 8 on 12 clusters pass this test. Then 4 clusters are left out, and
+// it takes three rounds.) In 3-D with more tiles the second order is faster. For example, in 3-D
+// there are 5 clusters for two rows of tiles, A and B, of one column. So the longest come first:
+//
+//     cluster    0       1       2       3       4
+//     round 0    A e1    A e2    A e3    A e12   A e13    tiles 0 to 4
+//     round 1    B e12   B e3    B e2    B e1    A e23    tiles 9 to 5
+//     round 2    B e13   B e23   A 1     A e123  B 1      tiles 10 to 14
+//     round 3                                    B e123   tile 15
 struct TileOrder {
   Order order;
   int tile_rows, tile_cols, row_tiles, cols, blades;
@@ -850,10 +856,11 @@ struct TileOrder {
   struct Place {
     int row, blade, col;  // the first row and feature
   };
-  // Tiles are numbered by rows of tiles, in such a row by blades, the longer ones first, and then
-  // by columns. With the longest first these are two lists, one after the other: that of the longer
-  // blades, and that of the scalar and the last blade. Row by row, `shift` gives the short tiles to
-  // other clusters: after every two rounds a row begins two blades later.
+  // Where a tile is, by its number. Row by row there is one list: row after row, in a row blade
+  // after blade, the longer ones first, and of each blade all columns. To give short tiles to other
+  // clusters, after every two rounds `shift` lets rows begin two blades later: in 2-D with 4
+  // clusters the third row is C 1, C e12, C e1, C e2. With the longest first there are two such
+  // lists, that of the longer blades and that of the others, which begins above with tile 12.
   __host__ __device__ Place place(int tile) const {
     const int all_long = by_rows ? 0 : row_tiles * cols * longer();
     const bool is_long = tile < all_long;
@@ -864,8 +871,9 @@ struct TileOrder {
     return {tile / of_row * tile_rows, i < longer() ? i + 1 : (i - longer()) * (blades - 1),
             at % cols * tile_cols};
   }
-  // Whether all tiles of a row and a grade are of one round. They have neighbouring numbers, so the
-  // first and the last one of them decide.
+  // Whether all tiles of grade c in a row of tiles are of one round. They have neighbouring
+  // numbers, so the first and the last one of them decide. Above, grade 1 of row A, tiles 0 to 2,
+  // is together. Its grade 2, tiles 3 to 5, is not: A e12 is in round 0, A e23 in round 1.
   __host__ __device__ bool together(int row, int c) const {
     if (by_rows) return true;
     row /= tile_rows;
@@ -878,13 +886,11 @@ struct TileOrder {
   }
 };
 
-// When a sum is there, it still has to be divided by its row's rms: the root of the mean of |z_c|^2
-// over the features, see the formula for out at the top.
-//
-// The norm of a row is over all features and over the blades of a grade. These are in tiles of
-// several clusters. If all of these tiles are of one round, a warpgroup keeps its sums of z in
-// registers, leaves its rows' sums of squares in memory, counts itself, and waits until all tiles
-// are counted. Then it scales its sums, so that z is never in memory.
+// When a sum is there, it still has to be divided by its row's rms, see out at the top. The norm of
+// a row is over all features and over the blades of a grade. These are in tiles of several
+// clusters. If all of these tiles are of one round, a warpgroup keeps its sums of z in registers,
+// leaves its rows' sums of squares in memory, counts itself, and waits until all tiles are counted.
+// Then it scales its sums, so that z is never in memory.
 //
 // Nobody waits forever: all clusters are on the device at the same time, each has one tile of a
 // round, and a warpgroup that waits has given back its stages before. Rows whose tiles are of
@@ -999,9 +1005,9 @@ __device__ __forceinline__ void store_sum(const Sum<Tile::BN>& sum, float* to, i
   }
 }
 
-// Starts the copies of a tile of z, whose first row in this block is `row`. wait(step) comes before
-// each step. A block whose rows are beyond the chunk still brings its half of the weights. As its
-// plane it asks for one beyond the last, so the copy engine writes zeros.
+// Starts the copies of a tile of z, whose first row in this block is `row`. A step is 32 features
+// of all slots, and begins with wait(step). A block whose rows are beyond the chunk still brings
+// its half of the weights. As its plane it asks for one beyond the last, so zeros come.
 template <class Tile, class Pipe, class Cluster, typename Wait>
 __device__ __forceinline__ void copy_tile(Writer<Pipe>& writer, const Cluster& cluster,
                                           const CUtensorMap& planes, const CUtensorMap& weights,
@@ -1023,7 +1029,8 @@ __device__ __forceinline__ void copy_tile(Writer<Pipe>& writer, const Cluster& c
   }
 }
 
-// What a consumer does, for all tiles of its cluster.
+// What a consumer does, for all tiles of its cluster: it multiplies all stages for its 64 rows into
+// a sum in registers, scales it if its rows' tiles are together(), and stores it.
 template <class Tile, class Cluster>
 __device__ __forceinline__ void multiply_tiles(typename Tile::Shared& shared,
                                                const Cluster& cluster, const Norm& norm) {
@@ -1054,8 +1061,11 @@ __device__ __forceinline__ void multiply_tiles(typename Tile::Shared& shared,
 }
 #endif
 
-// The product of planes that are there. A block is a producer, of which one thread works, and two
-// consumers, as in lesson 3. The launch has norm.tiles.rounds.clusters clusters.
+// The product of planes that are there. The launch has norm.tiles.rounds.clusters clusters. A block
+// has three warpgroups, as in lesson 3. Of the first one a single thread works: it fills stages as
+// soon as they are given back, also for the next tile, while this one is scaled and stored. The
+// others are consumers. So tensor cores do not wait until planes are made, as they do in *planes in
+// tiles*, and where tiles are together() z is never in memory without its norm.
 template <class Tile>
 __global__ void HOPPER_CLUSTER(Tile::kBlocks) __launch_bounds__(384, 1)
     planes_first(const __grid_constant__ CUtensorMap planes,
@@ -1126,35 +1136,35 @@ __global__ void __launch_bounds__(128) normalize_rest(const __grid_constant__ No
 
 // ---- Planes beside ------------------------------------------------------------------------------
 
-// In *planes first* three warps of each producer have nothing to do. Here they make planes during
-// the product. A *patch* is the planes of 128 rows and 128 features, 128 units. Patches are made in
-// the same order in which clusters take tiles: rows for the first tiles come first, of these the
-// first features. The thread that starts the copies waits until the patch is there, once for each
-// 128 features, which are four steps. Makers never wait for anybody. So all blocks end if all run
-// at the same time, and the launch has as many as the device holds. (Clusters without a tile make
-// planes, too.)
+// In *planes first* three warps of each producer have nothing to do, and the product begins when
+// all planes of the chunk are there. Here make_ready makes only what the first round begins with,
+// the first 256 features of its rows, and these warps, the *makers*, make the rest during the
+// product. A *patch* is the planes of 128 rows and 128 features, 128 units. All makers of the
+// launch share the units of a patch, and then those of the next one. They count each unit that is
+// there. The thread that starts the copies waits until all 128 are counted, once for each 128
+// features of a tile, which are four steps.
 //
-// A thread that makes planes needs registers: 152, and 176 are left for each one that multiplies.
+// Makers never wait for anybody. So all blocks end if all run at the same time, and the launch has
+// as many as the device holds. (Clusters without a tile make planes, too.) Threads that make planes
+// need 152 registers, and consumers have 176.
 //
-// This hides only a part. A step multiplies a left factor of 128 x 32 by a right one of 32 x 256:
-// 2^20 multiply-adds, of which a multiprocessor's tensor cores do 1024 a cycle in TF32. So it takes
-// 1024 cycles. In them the factors arrive in shared memory, 16 KB and 32 KB. Each of the two
-// consumers reads half of the left one and all of the right one, together 80 KB. 128 KB in 1024
-// cycles are 128 bytes a cycle, which is all that shared memory can do, and what makers load and
-// store needs it, too. (Counted, not measured.)
+// This hides only a part. A step multiplies 128 x 32 by 32 x 256 in 1024 cycles: 2^20
+// multiply-adds, 1024 a cycle. In them the factors arrive in shared memory, 16 KB and 32 KB, and
+// each of the two consumers reads half of the left one and all of the right one, together 80 KB.
+// All this is 128 bytes a cycle, as much as shared memory can do, and what makers load and store
+// needs it, too. (Counted, not measured.)
 
-// The patches are made in the order in which they are needed. They come in groups of `row_blocks`
-// rows of patches, in a group column by column. The first group's first `slices` columns are made
-// before the product, as it needs them at once. For each other patch made[patch] counts the units
-// that are there.
+// Patches are numbered as they are needed, in groups of `row_blocks` rows of patches, in a group
+// column by column. With 4 x 3 patches and groups of 2 rows, patches 0, 2 and 4 are the first row,
+// 1, 3 and 5 the second, 6, 8 and 10 the third. The first group's first `slices` columns are made
+// before the product. For each other patch made[patch] counts the units that are there.
 template <typename A>
 struct BesideMaker : PlaneMaker<A> {
   using Maker = PlaneMaker<A>;
   using Maker::chunk, Maker::row_blocks, Maker::slices;
   unsigned* made;
 
-  // Where a patch is: its row of patches, and its column. Of a group's last rows there may be fewer
-  // than `row_blocks`.
+  // How many rows of patches the group of row `block` has (the last one may have fewer).
   __device__ int height_of_group(int block) const {
     return min(row_blocks, chunk.row_blocks() - block / row_blocks * row_blocks);
   }
@@ -1162,9 +1172,10 @@ struct BesideMaker : PlaneMaker<A> {
     return block / row_blocks * row_blocks * chunk.slices() + slice * height_of_group(block) +
            block % row_blocks;
   }
-  // Makes this warp's share of the units that make_before() has left; `warps` share them. A warp
-  // reports a unit only when it has begun to load the next one's x and y: it waits for its writes
-  // and those loads at the same time. The fence is for the copy engine, which will read the planes.
+  // Makes this warp's share of the units that make_before() has left; `warps` share them. In each
+  // pass a warp first starts to load x and y of a unit, then reports the unit before, then makes
+  // this one. So it waits for its writes and those loads at the same time. The fence is for the
+  // copy engine, which will read the planes.
   __device__ __forceinline__ void make_beside(int warp, int warps) const {
     constexpr int kAtOnce = A::kBlades > 4 ? 1 : 2;  // rows: as many as registers hold
     const auto report = [&](int patch) {
@@ -1194,8 +1205,7 @@ struct BesideMaker : PlaneMaker<A> {
     if (last >= 0) report(last);
   }
 #if HOPPER_CODE
-  // Waits until a patch's planes are there. The fence stands between the makers' writes and the
-  // copy engine's reads.
+  // Waits until a patch is there. The fence is between the makers' writes and the copies' reads.
   __device__ void wait(int block, int slice) const {
     const int patch = patch_of(block, slice);
     if (patch >= row_blocks * slices) {
@@ -1248,12 +1258,10 @@ __global__ void HOPPER_CLUSTER(Tile::kBlocks) __launch_bounds__(384, 1)
 // ---- Unfused, backward --------------------------------------------------------------------------
 
 // Backward writes the planes' gradients over the planes. The gate is the share of a normal
-// distribution that lies below s, so its derivative is the normal density, exp(-s^2 / 2) / sqrt(2
-// pi).
+// distribution below s, so its derivative is the normal density, exp(-s^2 / 2) / sqrt(2 pi).
 __device__ float gate_slope(float s) { return 0.39894228f * __expf(-0.5f * s * s); }
 
-// dz of one grade, as in lesson 10: with r = 1 / rms(z), dz = r d_out - r^3 z sum(d_out z) /
-// features. A block a row.
+// A block writes dz = r d_out - r^3 z mean(d_out z) of a row and grade (lesson 10); r = 1 / rms(z).
 __global__ void normalize_grade_gradient(const float* z, const float* d_out, const float* inverses,
                                          float* dz, int blades, Layer layer) {
   __shared__ Sums<1> partials[kMaxWarps];
@@ -1334,9 +1342,9 @@ __global__ void apply_gate_gradient(const float* in, float* gradient, Layer laye
 
 // ---- Planes in tiles, backward ------------------------------------------------------------------
 
-// Neither planes nor their gradients are in memory. There are three kernels. One writes dz. One
-// makes the planes' gradients of a tile in shared memory and takes them apart there. One makes
-// planes as above for the weights' gradients. A block of the last two has two groups of four warps.
+// Neither planes nor their gradients are in memory. result_gradients writes dz. For dx and dy,
+// input_gradient_tiles makes the planes' gradients of a tile in shared memory and takes them apart
+// there. For dw, weight_gradient_tiles makes planes as above. Both have two groups of warps.
 
 // dz of the batch's rows `first` to `first` + `rows` - 1, in TF32. Two blades are `pitch` elements
 // apart, two rows `stride`. Zeros fill rows and columns up to whole tiles of 64 x 128.
@@ -1345,7 +1353,9 @@ struct ResultGradients {
   int first, rows, stride;
   size_t pitch;
 };
-// With out = r z, dz = r d_out - r out mean(d_out out). A block a row.
+// A block has one row of the batch, all blades. As out = r z, dz = r d_out - r out mean(d_out out)
+// in each grade: the formula of normalize_grade_gradient with out / r for z, which is not kept.
+// First all threads add up d_out out for each grade. Then each writes dz of its features, or zeros.
 template <typename A>
 __global__ void result_gradients(const float* out, const float* d_out, const float* inverses,
                                  ResultGradients dz, Layer layer) {
@@ -1382,11 +1392,13 @@ constexpr int kPairThreads = 2 * kTileThreads;
 constexpr int kGradientDepth = 32, kGradientCols = 2 * kTile, kGradientStride = kGradientCols + 8;
 constexpr int kGradientTileBytes = 3 * kTile * kGradientStride * sizeof(float);
 
-// Writes dz_k w^T, for the kBlades blades k from `dz` on, to shared memory, in rows that are
-// kGradientStride apart: a tile of 64 rows and 128 features, of which each group of warps has 64. A
-// step takes 32 features of the result, while the next ones come. Behind the blades of dz it has 64
-// rows of w for each group. These are the right operand, transposed, so ldmatrix loads it, too:
-// four matrices of 8 rows of 4 floats are two fragments.
+// The gradients of planes P_t,k, for a triple t and its kBlades blades k: dz_k w[t]^T for 64 rows
+// of the batch and 128 features of P, into shared memory, in rows kGradientStride apart. `dz` and
+// `w` point to the tile's first rows. A group has all 64 rows and half of the features. The product
+// sums over the features of z, 32 a step. While a step is multiplied, the next one comes to the
+// other of two stages. A stage has 64 x 32 of each dz_k, and then for each group 64 rows of w. At
+// the end the sums overwrite the stages. The sum goes along the rows of w, too, so ldmatrix loads
+// also this right operand. Its four matrices of 8 x 4 floats are the fragments for 16 columns.
 template <int kBlades>
 __device__ __forceinline__ void plane_gradients(const float* dz, const float* w,
                                                 const ResultGradients& of, int features,
@@ -1479,11 +1491,14 @@ __host__ __device__ constexpr bool is_first_of_y(int t) {
   return true;
 }
 
-// Turns the sums S and T of take_apart(), which are in dx and dy, into dx and dy. With the gates
-// g = gate(x_1) and h = gate(y_1) a plane's terms are x'_i y'_j = g h x_i y_j. take_apart() was
-// given x and y without their gates. So S_i is the gradient of g h x_i, and T_j that of g h y_j. By
-// the product rule dx_i = g h S_i, and since g depends on x_1, dx_1 has gate'(x_1) h sum of x_i S_i
-// besides; dy likewise.
+// The gates' part of dx and dy. With g = gate(x_1) and h = gate(y_1) a plane is a sum of terms
+// sign g x_i h y_j. take_apart() was given x and y without gates, and has left in dx and dy
+//
+//     S_i = sum of  sign y_j d_k        T_j = sum of  sign x_i d_k
+//
+// As a factor of its terms x_i has the gradient g h S_i. But x_1 is in g as well, which is a factor
+// of all terms and has the gradient h (sum of x_i S_i). So dx_1 is g h S_1 + gate'(x_1) h (sum of
+// x_i S_i). Likewise dy_j is g h T_j, and dy_1 has gate'(y_1) g (sum of y_j T_j) besides.
 template <typename A, int W>
 __device__ __forceinline__ void finish_gradients(const Multivectors<A, W>& x,
                                                  const Multivectors<A, W>& y,
@@ -1504,9 +1519,12 @@ __device__ __forceinline__ void finish_gradients(const Multivectors<A, W>& x,
   }
 }
 
-// dx and dy of a tile, triple by triple. The planes' gradients exist in shared memory only; the
-// sums over the triples are in memory, at places that only this block comes to. The sums of a grade
-// start with its first triple.
+// A block computes dx and dy for 64 rows and 128 features, all blades, triple by triple. First its
+// warps leave the gradients of the triple's planes in shared memory. Then a thread takes four
+// features of a row at a time: it loads one grade of x and of y, and adds the triple's terms to the
+// sums in dx and dy, in memory. Only this thread comes to these places until the end. A grade's
+// first triple starts its sums. So at most 3 planes' gradients exist at a time, where *unfused* has
+// all 44 in memory. At the end finish_gradients() puts the gates in.
 template <typename A>
 __global__ void __launch_bounds__(kPairThreads, 2)
     input_gradient_tiles(const float* x, const float* y, const float* w, ResultGradients dz,
@@ -1544,7 +1562,8 @@ __global__ void __launch_bounds__(kPairThreads, 2)
     });
     __syncthreads();
   });
-  // Here a thread reads sums that other threads have stored, before the last barrier.
+  // All blades of four multivectors are in registers here, so a thread takes one feature at a time.
+  // It reads sums that other threads have stored, before the last barrier.
   for_places(Constant<1>(), [&](size_t at, const float*) {
     Multivectors<A, 1> sum_x = load<A, 1>(dx + at, plane), sum_y = load<A, 1>(dy + at, plane);
     finish_gradients(load<A, 1>(x + at, plane), load<A, 1>(y + at, plane), sum_x, sum_y);
@@ -1555,8 +1574,7 @@ __global__ void __launch_bounds__(kPairThreads, 2)
   });
 }
 
-// Weight gradients: a block has all slots of one grade c of the result, and each of its two groups
-// of warps has half of them, up to 3.
+// Weight gradients: a block has all slots of a grade c, each of its two groups of warps up to 3.
 constexpr int kWeightDepth = 8, kWeightPlane = kWeightDepth * kRowStride;
 template <typename A>
 constexpr int kWeightTileBytes = [] {
@@ -1567,9 +1585,8 @@ constexpr int kWeightTileBytes = [] {
   return most * kWeightPlane * static_cast<int>(sizeof(float));
 }();
 
-// Adds up P_t,k^T dz_k for kCount slots of a grade of kBlades blades. A row of `planes` is a row of
-// the batch, over which the product sums. So a left operand comes by single loads, as the right one
-// does.
+// Adds up P_t,k^T dz_k for kCount slots of a grade of kBlades blades. A row of `planes` is one of
+// the batch, over which the sum goes. So left operands come by single loads, like right ones.
 template <int kBlades, int kCount>
 __device__ __forceinline__ void multiply_transposed(TileSum (&sums)[3], const float* planes,
                                                     const float* results) {
@@ -1595,8 +1612,10 @@ __device__ __forceinline__ void multiply_transposed(TileSum (&sums)[3], const fl
   }
 }
 
-// A tile (64 features of x and y, 64 of the result) of dw[t], for all triples t of grade c, summed
-// over rows `begin` to `end` - 1 of dz. Each step takes 8 rows of the batch.
+// A block computes 64 x 64 of dw[t], features of x and y by features of z, for all triples t of
+// grade c: the sum of P_t,k^T dz_k over the blades k of the grade and rows `begin` to `end` - 1 of
+// dz. A step takes 8 rows: while their dz comes, a thread makes all of the grade's planes for two
+// features of one row. Then a group multiplies its slots, each warp 32 x 32 of the tile.
 template <typename A, int c>
 __device__ __forceinline__ void weight_gradient_tile(const float* x, const float* y,
                                                      const ResultGradients& dz, float* dw,
@@ -1652,7 +1671,8 @@ __device__ __forceinline__ void weight_gradient_tile(const float* x, const float
 }
 
 // blockIdx.z says which grade of the result a block has, and which of `splits` equal shares of the
-// rows. Each share has its own sum; in dw these sums lie one after the other.
+// rows. With few features there are too few tiles: at 128, in 3-D, 2 x 2 for each of 4 grades, 16
+// blocks. Each share has its own sum; in dw these sums lie one after the other.
 template <typename A>
 __global__ void __launch_bounds__(kPairThreads, 2)
     weight_gradient_tiles(const float* x, const float* y, ResultGradients dz, float* dw, int splits,
@@ -1667,7 +1687,7 @@ __global__ void __launch_bounds__(kPairThreads, 2)
   });
 }
 
-// dw = the sum of `count` partial sums, in their order; a thread four neighbours.
+// dw is the sum of the shares' sums, in their order. A thread has four neighbouring elements.
 __global__ void sum_weight_gradients(const float* partials, float* dw, int count, size_t size) {
   const size_t first = (static_cast<size_t>(blockIdx.x) * blockDim.x + threadIdx.x) * 4;
   wait_for_previous_kernel();
@@ -1697,9 +1717,8 @@ using SmallTransposed = Tf32Tile<128, 1, TransposedLeftTile<128>>;
 constexpr int kResultRows = 8, kResultThreads = 512;
 
 // dz of 8 rows and one grade a block, in TF32: dz = r d_out - r out mean(d_out out). Two warps add
-// up a row, four neighbours at a time; then a thread has 8 rows of a feature. In dz these are 32
-// neighbouring bytes, a sector, which is the least that memory writes at once. What is read again
-// is still in the cache.
+// up a row by fours; then a thread has 8 rows of a feature. In dz these are 32 neighbouring bytes,
+// a sector, the least that memory writes at once. The second reads hit a cache.
 struct ResultFactors {
   float products[kResultThreads / 32];  // each warp's sum of d_out out
   float2 factors[kResultRows];          // each row's r, and r mean(d_out out)
@@ -2006,6 +2025,8 @@ __global__ void __launch_bounds__(128)
 
 // ---- Launches -----------------------------------------------------------------------------------
 
+// For each row of the table at the top a struct has its memory and its launches, in their order.
+// bytes() is the memory beside inputs and outputs. What any() returns has undefined contents.
 using Tensors = CliffordTable;
 using Gradients = CliffordGradients;
 
@@ -2104,7 +2125,9 @@ struct UnfusedConnectedBackward {
   Memory<float> dz, dw;
 };
 
-// What the kernels in tiles need besides inputs and outputs, and how they are launched.
+// *planes in tiles*: forward() launches round_weights, forward_tiles and normalize_rows;
+// backward(), for as many rows at a time as dz has room for, result_gradients, input_gradient_tiles
+// and weight_gradient_tiles, at last sum_weight_gradients, if shares have sums of their own.
 template <typename A>
 struct Tiled {
   explicit Tiled(const Tensors& tensors)
@@ -2228,14 +2251,16 @@ void launch_product(void (*kernel)(Parameters...), int clusters, const Arguments
   launch_early(kernel, Tile::kBlocks * static_cast<unsigned>(clusters), 384,
                sizeof(typename Tile::Shared), arguments...);
 }
-// A factor (rows, cols) in memory, of which the copy engine moves boxes of so many rows. A right
-// one has boxes of 128 rows, which are all columns of a small tile, or a block's half of a large
-// one's.
+// A factor (rows, cols) in memory, of which the copy engine moves boxes of so many rows. Boxes of a
+// right one have 128 rows: all columns of a small tile, or a block's half of a large one's.
 CUtensorMap factor(const float* data, int64_t rows, int64_t cols, unsigned box_rows = 128) {
   return tensor_map<float>(data, rows, cols, box_rows);
 }
 
-// *planes first* and *planes beside*, forward.
+// *planes first* and *planes beside*, forward. For each chunk these are make_ready, planes_first or
+// planes_beside, and normalize_rest, if some rows' tiles are not together(). Backward adds for each
+// chunk, from the last one on, turn_result_gradients, weight_gradients_product,
+// plane_gradients_product and take_planes_apart. All but the last one make planes again.
 template <typename A, bool kBeside>
 struct InMemory {
   static constexpr size_t kPlaneBytes = 1 << 30;
