@@ -43,16 +43,16 @@
 //     product by hand  gates and product in one kernel, written out for n = 2; the norm in
 //                      another. Only in the tables of --algebra 2,0,0
 //     fused product    the same for any algebra: the compiler writes the product
-//     one launch       a block owns a row (all features of a batch element) and reads it twice
-//     row on chip      persistent blocks: the row stays in registers while its norm is reduced, the
-//                      weights stay in shared memory, and the next row is prefetched
+//     one launch       a block reads row after row (all features of a batch element), each twice
+//     row on chip      persistent blocks: a row stays in registers while its squares are added up,
+//                      the weights stay in shared memory, and the next row is prefetched
 //     rows streamed    a pipeline of several stages that the copy engine fills; the weights are in
 //                      registers, and a row's sums come together while the next row is multiplied
 //
 // Forward stands first, then backward. Each table ends with its fastest row. The last two rows take
 // features that are a multiple of 4, so that a row is whole vectors of 16 bytes, and rows that fit
-// in a block: of "rows streamed" 1024 features of 4 or 8 blades, 512 of 16, 256 of 32. It needs
-// compute capability 9.0.
+// in a block: of "rows streamed" 1024 features of 4 or 8 blades, 512 of 16, 256 of 32. "rows
+// streamed" needs compute capability 9.0.
 //
 // What makes a kernel of 92 such instructions fast is that nobody looks anything up: which blade
 // times which gives which, with which sign and which weight, is known when the program is compiled.
@@ -80,10 +80,10 @@ using namespace primitives;
 
 __device__ float gate(float s) { return 0.5f + 0.5f * erff(s * 0.70710678f); }
 
-// n = 2. A thread has one multivector of x and one of y, all four blades of each, and makes
-// that of z. Blade k of feature f in row n is element k * plane + n * features + f of a tensor, so
-// threads that are neighbours read and write neighbours. Both gates are factors of the whole
-// product, z = gate(x_1) gate(y_1) (x y), so x' and y' need not be made.
+// Here n is 2. A thread has one multivector of x and one of y, and makes that of z. A plane has
+// batch * features elements. Blade k of feature f in row r is element k * plane + r * features + f
+// of a tensor, so neighbouring threads read and write neighbours. Both gates are factors of the
+// whole product, z = gate(x_1) gate(y_1) (x y), so x' and y' need not be made.
 //
 // A feature has 10 weights. They stand in the order of their triples (a, c, b):
 //
@@ -146,7 +146,7 @@ struct Cl {
   };
   struct Tables {
     int grade[kBlades] = {};
-    int first[kGrades + 1] = {};                      // blade of a grade
+    int first[kGrades + 1] = {};                      // the first blade of a grade
     int product[kBlades][kBlades] = {};               // which blade two blades make
     int sign[kBlades][kBlades] = {};                  // with which sign
     Triple triple[kGrades * kGrades * kGrades] = {};  // by x, then result, then y
@@ -371,8 +371,8 @@ __global__ void apply_gate(const float* in, float* gated, Layer layer) {
       [&](auto k) { gated[k * layer.plane() + at] = factor * value.blade[k].v[0]; });
 }
 
-// z_c = or += w <<x>_a <y>_b>_c for triple t = (a, c, b). The first triple of a grade of z writes,
-// the others add.
+// Multiplies the grades of triple t = (a, c, b). The first triple of a grade c of z writes w <<x>_a
+// <y>_b>_c to z_c, and the others add theirs to it.
 template <typename A, int t>
 __global__ void multiply_grades(const float* x, const float* y, const float* w, float* z,
                                 Layer layer) {
@@ -562,11 +562,11 @@ __global__ void normalize(const float* z, float* out, Layer layer) {
 
 constexpr int kRowThreads = 256;
 
-// z need not be written to be normalized: it can be computed again. A block owns a row, walks over
-// its features once for the sums and once for the result; the second time x and y come from the L2
-// cache, as far as it still has them. The kernel can do this for rows of any length. But each
-// product of multivectors is computed twice. And the weights are read again for every row, through
-// the L1 cache.
+// z need not be written to be normalized: it can be computed again. A block takes one row after the
+// other. It walks over the row's features once for the sums and once for the result; the second
+// time x and y come from the L2 cache, as far as it still has them. The kernel can do this for rows
+// of any length. But each product of multivectors is computed twice. And the weights are read again
+// for every row, through the L1 cache.
 template <typename A>
 __global__ void __launch_bounds__(kRowThreads)
     forward_one_launch(const float* x, const float* y, const float* w, float* out, Layer layer) {
@@ -598,11 +598,11 @@ __global__ void __launch_bounds__(kRowThreads)
 // ---- Row on chip --------------------------------------------------------------------------------
 
 // Three things are better than above. z stays in registers while its row's squares are added up, so
-// that nothing is read or computed twice. Blocks are persistent, and the weights are transposed
-// into shared memory once, and serve all rows that the block ever has. And the next row is
-// prefetched: as soon as a thread has taken its part of x and y into registers it orders the next
-// row's into the same place, so that memory works while the block multiplies, reduces and waits at
-// the barrier.
+// that nothing is read or computed twice. Blocks are persistent, as above, but here the weights are
+// transposed into shared memory once, and serve all rows that the block ever has. And the next row
+// is prefetched: as soon as a thread has taken its part of x and y into registers it starts the
+// copies of the next row's into the same place, so that memory works while the block multiplies,
+// adds up and waits at the barrier.
 //
 //     persistent     a block stays, and takes one group of rows after the other. There are as many
 //                    blocks as the GPU holds at a time
@@ -617,7 +617,7 @@ __global__ void __launch_bounds__(kRowThreads)
 // For example, 100 features with W = 4 take 25 threads, so a row has one warp. A block of 512
 // threads has 16 rows.
 
-// Threads of a block. A thread of 512 has 128 registers; with 32 blades, of 256, 255.
+// Threads of a block. Each can have 128 registers if there are 512, and 255 if there are 256.
 template <typename A>
 constexpr int kThreads = A::kBlades <= 16 ? 512 : 256;
 // W: a thread has so many features of a row as its registers hold. It needs x, y and z of these
@@ -634,7 +634,7 @@ struct RowsOnChip {
 
 template <int W>
 struct Place {
-  int row, first;     // of its block's rows; of the thread's features
+  int row, first;     // the thread's row in its block; its first feature
   bool has_features;  // the last warp of a row may have threads without any
   __device__ Place(const RowsOnChip& shape, const Layer& layer)
       : row(threadIdx.x / shape.per_row),
@@ -659,8 +659,8 @@ struct SharedWeights {
 
   const float* own;  // of this thread
 
-  // Starts the copies of all weights, a float at a time: they change places. Zeros beyond the row's
-  // end, so that zeros are all that threads without a feature have and compute.
+  // Starts the copies of all weights, a float at a time: they change places. Beyond the row's end
+  // they become zeros, so threads without a feature multiply zeros.
   __device__ SharedWeights(float* shared, const float* w, const RowsOnChip& shape,
                            const Layer& layer)
       : own(shared + threadIdx.x % shape.per_row * kStride) {
@@ -699,8 +699,9 @@ struct OnChip {
       : inputs(weights(shared) + shape.per_row * SharedWeights<A, W>::kStride +
                threadIdx.x * kStride) {}
 
-  // Starts the copies of a thread's part of a tensor, `from` its part of the first plane. What was
-  // there has been read: __syncwarp() keeps the compiler from moving these reads behind the copies.
+  // Starts the copies of a thread's part of a tensor, which begins at `from` in the first plane.
+  // What was there has been read: __syncwarp() keeps the compiler from moving these reads behind
+  // the copies.
   __device__ __forceinline__ void fetch(int tensor, const float* from, size_t plane,
                                         bool inside) const {
     __syncwarp();
@@ -724,9 +725,9 @@ struct OnChip {
 };
 
 // A butterfly for each of kCount sums takes 5 kCount shuffles. This takes fewer, in two halves that
-// are called reduce-scatter and all-gather. First lanes give each other half of what they hold: one
-// goes on with the lower half of the sums, the other with the upper half, of both lanes. With 4
-// sums, s0 to s3:
+// are called reduce-scatter and all-gather. First two lanes give each other half of what they hold:
+// one goes on with the lower half of the sums, of both lanes, and the other one with the upper
+// half. Of four sums, s0 to s3, lanes hold these after each exchange, with the lane so far away:
 //
 //     lane            0         1         2         3
 //     2 lanes away    s0, s1    s0, s1    s2, s3    s2, s3
@@ -734,7 +735,8 @@ struct OnChip {
 //
 // In the end lane i has sum i of its warp, and so have lanes i + kPlaces, i + 2 kPlaces... For 8
 // sums that takes 9 shuffles, instead of 40. The sums of the row's warps meet in shared memory.
-// Then each lane adds up its own sum over the warps, and all lanes get it from there.
+// Then the lanes of one sum share the warps that they add up, over_places adds their parts, and all
+// lanes get all sums by shuffles.
 template <int kCount>
 struct RowReduction {
   static constexpr int kSteps = std::bit_width(kCount - 1u), kPlaces = 1 << kSteps;
@@ -746,7 +748,7 @@ struct RowReduction {
     }
     return sum;
   }
-  // Adds up over a warp, and writes the result to memory.
+  // Adds up over a warp, and writes the result to shared memory.
   __device__ __forceinline__ static void leave(const Sums<kCount>& sums, Sums<kCount>& to) {
     const int lane = threadIdx.x % 32;
     float held[kPlaces];
@@ -805,7 +807,8 @@ __device__ __forceinline__ void store_normed(const Multivectors<A, W>& z,
   });
 }
 
-// `first` is the first row of the block's group, and n the thread's own row.
+// `first` is the first row of the block's group, and n the thread's own row. The first fetch()
+// closes the copies of the weights, too.
 template <typename A, int W>
 __global__ void __launch_bounds__(kThreads<A>, 1)
     forward_on_chip(const float* x, const float* y, const float* w, float* out, Layer layer,
@@ -867,14 +870,15 @@ __global__ void __launch_bounds__(kThreads<A>, 1)
 //     early launch  the next kernel's blocks start when these have started, and take their places
 //                   one by one (programmatic dependent launch, primitives/early_launch.cuh)
 
-// What a block of compute capability 9.0 can have at most; and stages of forward, in bytes.
+// Bytes of shared memory: what a block of compute capability 9.0 can have at most, and what the
+// stages of forward may take.
 constexpr int kMostSharedBytes = 227 << 10, kForwardBytes = 208 << 10;
 
 // W features per thread: as many as the registers hold.
 template <typename A>
 constexpr int kStreamedWidth = A::kBlades <= 8 ? 2 : 1;
 
-// Rows of a block, side by side in their plane.
+// Of one blade, the rows that a block works on at a time, side by side: what one copy brings.
 template <typename A, int W>
 using Plane = float[kThreads<A> * W];
 
@@ -896,7 +900,7 @@ struct PostedSums {
   // When all warps of the block have posted: the sums of this thread's row.
   __device__ __forceinline__ Sums<kCount> collect(const RowsOnChip& shape, int row, int round) {
     const int warps = shape.per_row / 32;
-    barrier_wait(&posted[round % 2], round / 2 % 2);
+    barrier_wait(&posted[round % 2], round / 2 % 2);  // the slot's use number round / 2
     return RowReduction<kCount>::collect(of[round % 2] + row * warps, warps);
   }
 #endif
@@ -1006,7 +1010,7 @@ struct RegisterWeights {
       const Weights<A> weights(all + (place.first + e) * A::kTriples);
       unroll<0, A::kTriples>([&](auto t) { packs[t].v[e] = weights(t).v[0]; });
     }
-    shared_fence();  // threads wrote this stage: before the copy engine does
+    shared_fence();  // threads have written this stage, and next the copy engine will
     __syncthreads();
     order(kLast);
   }
@@ -1105,6 +1109,7 @@ __global__ void __launch_bounds__(kThreads<A>, 1)
 // dy. (Only triples that end in a grade of one blade are like this.)
 
 // Whether dx's terms of triple t share a blade, of y or of dz, so that w multiplies that; and dy's.
+// (If they are the terms of only one blade of dx, their sum is kept for dw.)
 template <typename A>
 __host__ __device__ constexpr bool weight_first_in_dx(int t) {
   const auto of = A::triple(t);
@@ -1226,12 +1231,13 @@ __device__ __forceinline__ OneGrade<A, grade, W> gradient_of_y(const Multivector
 
 // ---- Unfused, backward --------------------------------------------------------------------------
 
-// The derivative of the gate, the normal density. The approximate exponential: two units in the
-// last place where the density matters, more only far out where it is almost 0.
+// The derivative of the gate is the density of the normal distribution. The error of __expf(x) is
+// at most 2 + 1.2 |x| units in the last place (CUDA Programming Guide, "Intrinsic Functions"),
+// which is little where the density is not almost 0.
 __device__ float gate_slope(float s) { return 0.39894228f * __expf(-0.5f * s * s); }
 
-// dz of one grade: with r = 1 / rms(z), out = r z and dr/dz = -r^3 z / features, so
-// dz = r d_out - r^3 z sum(d_out z) / features. A block a row.
+// dz of one grade. With r = 1 / rms(z), out = r z and dr/dz = -r^3 z / features. So
+// dz = r d_out - r^3 z sum(d_out z) / features. A block has a row.
 __global__ void normalize_grade_gradient(const float* z, const float* d_out, const float* inverses,
                                          float* dz, int blades, Layer layer) {
   __shared__ Sums<1> partials[kMaxWarps];
@@ -1254,7 +1260,8 @@ __global__ void normalize_grade_gradient(const float* z, const float* d_out, con
   }
 }
 
-// dx_a = or += w <dz_c y_b>, dy_b = or += w <x_a dz_c>, and dw of the strip, for triple t.
+// Of triple t it makes w <dz_c y_b> for dx_a, w <x_a dz_c> for dy_b, and dw of the strip. The first
+// triple of a grade of dx or dy writes there, and the others add.
 template <typename A, int t>
 __global__ void multiply_grades_gradient(const float* x, const float* y, const float* w,
                                          const float* dz, float* dx, float* dy, float* partials,
@@ -1292,7 +1299,7 @@ __global__ void multiply_grades_gradient(const float* x, const float* y, const f
            thread.feature] = dw;
 }
 
-// From the gradient of in gate(in_1), in place, that of in: one thread a multivector.
+// Turns the gradient of in gate(in_1) into that of `in`, in place. A thread has a multivector.
 template <typename A>
 __global__ void apply_gate_gradient(const float* in, float* gradient, Layer layer) {
   const size_t at = static_cast<size_t>(blockIdx.x) * blockDim.x + threadIdx.x;
@@ -1495,7 +1502,7 @@ __global__ void __launch_bounds__(kRowThreads)
 //     memory.take(kY), again   then fetch_y of the next row
 //     store_gradients          dx and dy go to memory, dw stays in registers
 template <typename A>
-constexpr int kBackwardWidth = A::kBlades <= 8 ? 16 / A::kBlades : 1;
+constexpr int kBackwardWidth = A::kBlades <= 8 ? 16 / A::kBlades : 1;  // 8 blades: 2 features
 
 // The sums of a thread's dw to the partial sums of its row. Each row of a block has its own.
 template <typename A, int W>
@@ -1574,7 +1581,7 @@ __global__ void __launch_bounds__(kThreads<A>, 1)
 // the weights are in shared memory. Beside them there is room for one stage only, if an algebra has
 // 8 blades or more. When all threads have taken x, y and d_out and have posted their sums, the next
 // rows are ordered into the same stage. But y is taken once more after that. So a stage has two
-// places for y, and rows use them in turn.
+// places for y, and rows use them in turn. (256 bytes are left for the barriers and alignment.)
 template <typename A, int W>
 struct BackwardMemory {
   using Stage = Plane<A, W>[4 * A::kBlades];  // x, y, d_out, and the other y
@@ -1776,9 +1783,9 @@ Launch backward_once(const Tensors& of, const Gradients& d) {
 }
 
 // How many threads a block has, if its rows are on chip: as many rows as it has threads and shared
-// memory for. But of these no more than are needed to be done in as many rounds: small batches get
-// small blocks, so that every multiprocessor has one. Returns nothing if rows are no whole vectors,
-// or one of them does not fit in a block.
+// memory for. But it has no more rows than the GPU needs to take the batch in as few rounds: small
+// batches get small blocks, so that every multiprocessor has one. Returns nothing if rows are no
+// whole vectors, or one of them does not fit in a block.
 template <typename A, int W, class Memory>
 std::optional<RowsOnChip> rows_on_chip(const Layer& layer, size_t shared_bytes) {
   const int per_row = ceil_div(layer.features, 32 * W) * 32;

@@ -4,12 +4,14 @@
 //     out      = basis spectral                                                             (V, W)
 //     x (V, W), basis (V, E), mass (V), evalues (E), times (W): bf16, row-major; fp32 accumulation
 //
-// This is the first block of DiffusionNet (Sharp, Attaiki, Crane, Ovsjanikov, arXiv 2012.00888). W
+// This is the first block of DiffusionNet (Sharp, Attaiki, Crane, Ovsjanikov, arXiv 2012.00888). As
+// in NumPy `*` is elementwise, `[:, None]` makes a column, and `.sum(0)` adds up the rows. W
 // features on the V vertices of a surface spread as heat does, feature w for the time times[w]. The
-// columns of `basis` are the first E eigenvectors of the surface's Laplacian. If a feature is a sum
-// of these, heat makes each coefficient smaller, by the factor e^(-evalue time), and does nothing
-// else. So there are three things to do: project x onto the basis, which gives the coefficients;
-// damp these; and expand, which forms the sums again. `mass` is the area around each vertex.
+// columns of `basis` are the first E eigenvectors of the surface's Laplacian, and `evalues` has
+// their eigenvalues. If a feature is a sum of these vectors, heat makes each coefficient smaller,
+// by the factor e^(-evalue time), and does nothing else. So there are three things to do: project x
+// onto the basis, which gives the coefficients, the spectrum; damp these; and expand, which forms
+// the sums again. `mass` is the area around each vertex.
 //
 // Backward, given the gradients with respect to the two results, dOut (V, W) and dSpectral (E, W):
 //
@@ -119,7 +121,7 @@ struct ProjectTile {
   static constexpr int kSharedBytes = kStages * (kStage + kMasses) * sizeof(bf16);
 };
 
-// at[0] and at[1]. kAnywhere: `at` need not be aligned to 4 bytes.
+// Returns at[0] and at[1] in one register. With kAnywhere `at` need not be aligned to 4 bytes.
 template <bool kAnywhere>
 __device__ unsigned neighbours(const bf16* at) {
   if constexpr (!kAnywhere) return *reinterpret_cast<const unsigned*>(at);
@@ -152,12 +154,12 @@ __device__ unsigned neighbours(const bf16* at) {
 // That is the same: basis^T (mass * x) is (mass * basis)^T x, since in both the term of vertex v is
 // multiplied by mass[v]. Which mass does a register need? In basis^T a row is an eigenvector, and a
 // column is a vertex. The left factor of one mma.sync is 16 x 16, and each of a lane's four
-// registers holds two neighbours of a row, so two vertices. With first = 2 * (lane % 4) they are:
+// registers holds two neighbours of a row, so two vertices. With v = 2 * (lane % 4) they are:
 //
-//     a[0]   eigenvector lane / 4        vertices first and first + 1
-//     a[1]   eigenvector lane / 4 + 8    vertices first and first + 1
-//     a[2]   eigenvector lane / 4        vertices first + 8 and first + 9
-//     a[3]   eigenvector lane / 4 + 8    vertices first + 8 and first + 9
+//     a[0]   eigenvector lane / 4        vertices v and v + 1
+//     a[1]   eigenvector lane / 4 + 8    vertices v and v + 1
+//     a[2]   eigenvector lane / 4        vertices v + 8 and v + 9
+//     a[3]   eigenvector lane / 4 + 8    vertices v + 8 and v + 9
 //
 // So a[0] and a[1] take one pair of masses, `low` below, and a[2] and a[3] another one, `high`. One
 // instruction multiplies a register by its pair. It rounds to bf16 once, as a kernel that computes
@@ -185,8 +187,8 @@ __global__ void __launch_bounds__(Tile::kThreads, Tile::kBlocks)
   in.mass += vertex0;
   // (Skip this at first.) In a batch the masses of a mesh may begin at any address, but copies
   // begin at multiples of 16 bytes. So up to 7 masses that stand before those of a step are copied,
-  // too: `shift` of them. What is copied behind the mesh's last mass is multiplied by a basis of
-  // zeros.
+  // too: `shift` of them. `end` says how many masses follow from this mesh's first one on, in all
+  // meshes. What is copied behind the mesh's last mass is multiplied by a basis of zeros.
   const int shift = kBatch ? static_cast<int>(vertex0 % 8) : 0;
   const int64_t end = kBatch ? in.V * (gridDim.z - mesh) : in.V;
   const auto copy_step = [&](int step) {
@@ -200,7 +202,7 @@ __global__ void __launch_bounds__(Tile::kThreads, Tile::kBlocks)
         const int64_t v = v0 + 8 * static_cast<int>(threadIdx.x) - shift;
         bf16* to = masses + step % kStages * Tile::kMasses + 8 * threadIdx.x;
         if (v + 8 <= end) {
-          copy_async<16>(to, in.mass + v, true);
+          copy_async<16>(to, in.mass + v, true);  // 8 masses
         } else {
           for (int i = 0; i < 8; ++i) to[i] = v + i < end ? in.mass[v + i] : __float2bfloat16_rn(0);
         }
@@ -418,7 +420,9 @@ __global__ void __launch_bounds__(Tile::kThreads)
       }
     }
     __syncwarp();
-    // kLanes lanes store a row, 8 elements each; so a warp stores kStep rows at a time.
+    // kLanes lanes store a row, 8 elements each; so a warp stores kStep rows at a time. From this
+    // lane's first row on `there` rows of the matrix are left, or none if its columns are outside.
+    // (The next tile's results may overwrite the staging: ahead.next() is a barrier.)
     constexpr int kLanes = kWarpW / 8, kStep = 32 / kLanes;
     const int row = lane / kLanes, col = lane % kLanes * 8, w = w0 + warp_w + col;
     bf16* to = in.result + (v0 + row) * in.W + w;
@@ -463,10 +467,10 @@ __global__ void __launch_bounds__(Tile::kThreads)
 //                                          of this. Here the last stages are not given back)
 //     back                                 a Writer or Reader that goes through the stages from the
 //                                          last one to the first: those that were kept are full
-//     LeftFragments                        a left factor in registers, here 64 columns of a tile of
-//                                          the basis. The code calls its four (kSlices) pieces
-//                                          of 16 vertices slices, too: one wgmma takes one of
-//                                          them. They are not the slices of split-K
+//     LeftFragments                        a left factor that wgmma takes from registers, here 64
+//                                          columns of a tile of the basis. The code calls its four
+//                                          (kSlices) pieces of 16 vertices slices, too: one wgmma
+//                                          takes one of them. They are not the slices of split-K
 //     sum.store                            puts 64 columns of a sum, rounded, into a box
 
 // A tile has 64 rows. A block has 128 rows and 128 columns of the spectrum: so E is at most 128,
@@ -497,7 +501,7 @@ struct OneMeshMaps {
 // first launch. There are two sums. A launch adds to one of them, and fills the other one with
 // zeros, for the next launch, which adds to that one. A sum lies there as it lies in the registers
 // of the 256 threads of the consumers, each of which has 16 times four numbers. `arrivals` counts
-// how often a block has arrived, in all launches so far. All of them must have the same grid.
+// how often a block has arrived, in all launches so far. These launches must have the same grid.
 struct MeetingPlace {
   float4 sums[2][16][256];
   unsigned long long arrivals;
@@ -617,7 +621,8 @@ __global__ void __launch_bounds__(384, 1)
     // 3. Damping. One thread has acquired, and the barrier passes that on to the others of the
     // block. __ldcg reads from the L2 cache, where the atomic additions were made. Of four numbers
     // the first two are neighbours in a row, whose eigenvalue is `upper`. The other two are in the
-    // same columns, 8 rows below, where the eigenvalue is `lower`.
+    // same columns, 8 rows below, where the eigenvalue is `lower`. Beyond W the sum is zero, and
+    // any time will do: the last two times are read.
     float4 all[16];
 #pragma unroll
     for (int j = 0; j < 16; ++j) all[j] = j < fours ? __ldcg(&total[j][thread]) : float4{};
@@ -708,7 +713,8 @@ __global__ void __launch_bounds__(384, 1)
 //
 // load_box, multicast_box and store_box are tensor_load, tensor_load_multicast and tensor_store
 // (primitives/hopper/copies.cuh) with a policy. That is a hint for the L2 cache: evict_first says
-// that it may drop these bytes first, and evict_last that it shall drop them last.
+// that it may drop these bytes first, evict_last that it shall drop them last, and evict_normal
+// says nothing. (`false` and the 0 behind the map: there is one matrix, and no batch.)
 
 // A block fetches the basis for its cluster in boxes of this many rows.
 constexpr int kMulticastRows = 32;
@@ -729,7 +735,7 @@ struct DiffusionMaps {
 };
 
 // A spectrum of up to 128 rows, 64 for each consumer, of which each block of a cluster has kColumns
-// columns. A tile has 64 rows of the basis, in two boxes of 64 eigenvectors.
+// columns, in kBoxes boxes. A tile has 64 rows of the basis, in kSteps boxes of 64 eigenvectors.
 constexpr int kClusterStages = 7, kSteps = kEigen / kStepK, kBoxes = kColumns / kBoxCols;
 // The sum of all blocks lies in memory as the registers of the consumers hold it, in quads, and not
 // by rows and columns. A quad is four elements of one thread, which one atomicAdd adds. In every
@@ -759,7 +765,8 @@ struct ClusterShared {
 // consumers.
 constexpr int kSpareThreads = 96, kConsumers = 256;
 
-// The barriers of bar.sync: of either consumer, of the spare warps, and of both consumers.
+// The ids for named_barrier(). Consumer 0 has kConsumerBarrier, and consumer 1 has the id after it.
+// The spare warps have one, and so have both consumers together.
 constexpr int kConsumerBarrier = 1, kSpareBarrier = 3, kConsumersBarrier = 4;
 
 // Two neighbouring elements of a row-major matrix; zeros outside of it. cols and col are even.
@@ -770,8 +777,9 @@ __device__ inline float2 pair_at(const bf16* matrix, int rows, int cols, int row
 }
 
 // A block's work. Its cluster is number `group` of `groups`, and has `tiles` tiles of 64 rows: tile
-// `group` and every groups-th after it, so that clusters read neighbouring rows. The block, one of
-// those of `cluster`, has kColumns columns from cluster.rank kColumns on.
+// `group` and every groups-th after it, so that clusters read neighbouring rows. A BlockRow is a
+// cluster whose blocks are a row of the grid. The block, one of those, has kColumns columns from
+// cluster.rank kColumns on.
 struct BlockWork {
   using Shared = ClusterShared;
   static constexpr int kBasisBytes = sizeof(Shared::basis[0]) + sizeof(Shared::mass[0]);
@@ -828,10 +836,10 @@ struct Meeting {
 
 // What the L2 cache is asked to do with tile t of the basis in the first product. The second
 // product takes the tiles from the last one back to the first. The last kClusterStages tiles are in
-// shared memory until then. Of those before them the cache shall keep the last ones, kCachedBytes
-// of all clusters together. A cluster has 20 tiles, for example, and there is room for 5 of them.
-// Tiles 13 to 19 are those that stay in shared memory, so the cache need not keep them. The second
-// product needs tile 12 next, so 12 to 8 are kept:
+// shared memory until then. (If those are all, nothing is asked.) Of those before them the cache
+// shall keep the last ones, kCachedBytes of all clusters together. A cluster has 20 tiles, for
+// example, and there is room for 5 of them. Tiles 13 to 19 are those that stay in shared memory, so
+// the cache need not keep them. The second product needs tile 12 next, so 12 to 8 are kept:
 //
 //     tiles 0 to 7, 13 to 19     evict_first
 //     tiles 8 to 12              evict_last
@@ -851,7 +859,7 @@ __device__ __forceinline__ void prepare_barriers(const BlockWork& work) {
   prepare(work.shared.pipeline, 2 * work.cluster.blocks);
 }
 
-// Starts the copies of a tile of x to a stage. x is not needed again, the basis is.
+// Starts the copies of a tile of x to a stage. The cache may drop x first: no block reads it again.
 __device__ __forceinline__ void load_x(const BlockWork& work, int t, int stage, Barrier* arrived) {
   for (int box = 0; box < kBoxes; ++box) {
     load_box<false>(&work.shared.x[stage].boxes[box], &work.maps.x, 0, work.row_of(t),
@@ -1350,7 +1358,7 @@ void add_one_launch(DiffusionProblem& table) {
       .checks = table.checks((tiles + blocks.y - 1) / blocks.y * kVertices, 0, 2, 1);
 }
 
-// As many clusters as fit on the GPU at the same time, as above, but no more than there are tiles.
+// There are as many clusters as fit, but no more than tiles. (`true` stands for an early launch.)
 template <Pass kPass>
 void add_clusters(DiffusionProblem& table) {
   const auto [V, E, W, meshes] = table.shape;
