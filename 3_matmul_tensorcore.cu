@@ -49,8 +49,8 @@
 //     warp specialization  (Hopper) one thread starts all copies, eight warps only multiply
 //     tile scheduler       (Hopper) blocks stay for several tiles of C, which TMA stores
 //     clusters             (Hopper) two blocks share the tiles of B that they copy
-//     rasterization        (Hopper) an order of tiles in which more of them share through the L2
-//                          cache
+//     rasterization        (Hopper) an order of tiles in which the L2 cache still has more of what
+//                          the next ones read
 //
 // The kernels that are not marked (Hopper) need compute capability 7.5 or more. (At 7.5 a thread
 // waits for each of its copies.) The CPU backend, which runs lessons without a GPU, runs all.
@@ -58,7 +58,8 @@
 // At the first reading take n as a multiple of all tiles. Then whatever checks for the edges of a
 // matrix always finds that it is inside, kWhole, kAligned and kEven are true, and kWidth is 8. The
 // kernels down to *double buffering* are the core path. Those for Hopper come after it, and have a
-// first reading of their own (see "How to read the kernels for Hopper").
+// first reading of their own (see "How to read the kernels for Hopper"). What a kernel calls from
+// primitives/ is explained where it is first used.
 
 #include "primitives/async_copy.cuh"
 #include "primitives/hopper/pipeline.cuh"
@@ -72,34 +73,19 @@
 using namespace problems;
 using namespace primitives;
 
-// The helpers of primitives/ that the kernels of the core path call. (copy_tile, copies_ahead,
-// swizzle and store_rounded are explained where they are first used.)
-//
-//     copy_async<bytes>(to, from, inside)  starts a copy from memory to shared memory; if not
-//                                          inside, zeros are written. A thread closes what it has
-//                                          started as a group by copy_async_commit(), and
-//                                          copy_async_wait<n>() waits for all groups but the n
-//                                          newest, as in lesson 2
-//     ldmatrix_x4(m, row)                  one ldmatrix: loads four 8 x 8 matrices. The lane gets
-//                                          one register of each. ldmatrix_x4_trans transposes each
-//     mma_m16n8k16<half>(s, a, b0, b1)     one mma.sync: s (16 x 8) += a (16 x 16) b (16 x 8)
-//     pack2<half>(left, right)             two numbers, rounded to fp16, in one register
-//     store_halves<aligned>(C, row, col,   stores 8 neighbours of a row of C, `data`, but not those
-//                  rows, cols, data)       outside of C
-//     allow_shared_bytes(kernel, bytes)    lets blocks of the kernel have more than 48 KB of shared
-//                                          memory
-
 // ---- wmma global --------------------------------------------------------------------------------
 
-// FragmentA, FragmentB and FragmentSum (primitives/wmma_fragments.cuh) are what a lane holds of a
-// 16 x 16 matrix: of a left factor, of a right factor, and of sums. The C++ interface, WMMA, does
-// not tell which elements these are. All lanes of a warp together load such a matrix, multiply two
-// of them, or store one.
+// WMMA is CUDA's C++ interface to the tensor cores. All lanes of a warp together call its
+// functions, here for matrices of 16 x 16. FragmentA, FragmentB and FragmentSum
+// (primitives/wmma_fragments.cuh) are what a lane holds of a left factor, of a right factor, and of
+// sums. WMMA does not tell which elements these are.
 
-// Loads the 16 x 16 elements of `from` (row-major, n x n) at (row0, col0). For WMMA all of them
-// have to be inside of `from`, and each row has to start at a multiple of 32 bytes. With kWhole (n
-// is a multiple of 16) both are true. Otherwise each lane first copies 8 elements to `corner`, a
-// place in shared memory that this warp has for itself. What is outside becomes 0 there.
+// Loads the 16 x 16 elements of `from` (row-major, n x n) at (row0, col0). WMMA's function for it,
+// load_matrix_sync, takes the address of the first element and the distance between two rows. All
+// elements have to be inside of `from`, the address has to be a multiple of 32 bytes, and the
+// distance a multiple of 16 bytes (CUDA C++ Programming Guide, "Warp Matrix Functions"). If kWhole
+// (n is a multiple of 16), all of this is true. Otherwise each lane first copies 8 elements to
+// `corner`, a place in shared memory that its warp has for itself. What is outside becomes 0 there.
 template <bool kWhole, typename Fragment>
 __device__ void load_global(Fragment& fragment, const half* from, int row0, int col0, int n,
                             half* corner) {
@@ -113,24 +99,24 @@ __device__ void load_global(Fragment& fragment, const half* from, int row0, int 
       corner[lane * 8 + i] =
           inside ? from[static_cast<size_t>(row) * n + col0 + col + i] : __float2half_rn(0);
     }
-    __syncwarp();
+    __syncwarp();  // all lanes have written their elements
     wmma::load_matrix_sync(fragment, corner, 16);
-    __syncwarp();
+    __syncwarp();  // all lanes have read the corner, so it may be written again
   }
 }
 
 // A block is kSide x kSide warps: threadIdx.x is the lane, y and z are the warp's column and row.
 constexpr int kSide = 4;
 
-// Lesson 1 with warps for threads. Each warp owns one 16 x 16 tile of C and walks along k in steps
-// of 16, with nothing kept but the sums. For every product it loads two matrices from memory: 512
-// elements for 4096 multiply-adds. Each matrix is needed by four of the block's 16 warps, and only
-// the first of these reads it from memory if the L1 cache still has it for the others.
+// As lesson 1, with a warp in the place of a thread. Each warp owns one 16 x 16 tile of C and walks
+// along k in steps of 16. It keeps only its sums. For every product it loads two matrices from
+// memory: 512 elements for 4096 multiply-adds. Four of the block's 16 warps need the same matrix.
+// The first of them reads it from memory. The others find it in the L1 cache, if it is still there.
 //
 // The sums are fp32 and C is fp16. A lane that stores a rounded sum has to know its row and column,
 // and WMMA does not say them. So store_rounded (primitives/wmma_fragments.cuh) lets WMMA store the
-// sums to a staging, a place in shared memory where they lie in rows, kStagingStride floats apart.
-// From there each lane takes 8 neighbours of a row, rounds them, and stores them to C.
+// sums to a staging. This is a place in shared memory where they lie in rows, kStagingStride floats
+// apart. From there each lane takes 8 neighbours of a row, rounds them, and stores them to C.
 template <bool kWhole>
 __global__ void __launch_bounds__(32 * kSide * kSide)
     matmul_wmma_global(const half* A, const half* B, half* C, int n) {
@@ -138,7 +124,7 @@ __global__ void __launch_bounds__(32 * kSide * kSide)
   __shared__ __align__(128) float stagings[kSide][kSide][16 * kStagingStride];
   const int row0 = (blockIdx.y * kSide + threadIdx.z) * 16;
   const int col0 = (blockIdx.x * kSide + threadIdx.y) * 16;
-  if (row0 >= n || col0 >= n) return;  // the whole warp
+  if (row0 >= n || col0 >= n) return;  // all lanes of the warp, or none
   half* corner_a = corners[threadIdx.z][threadIdx.y][0];
   half* corner_b = corners[threadIdx.z][threadIdx.y][1];
   FragmentSum sum;
@@ -148,18 +134,18 @@ __global__ void __launch_bounds__(32 * kSide * kSide)
     FragmentB b;
     load_global<kWhole>(a, A, row0, k, n, corner_a);
     load_global<kWhole>(b, B, k, col0, n, corner_b);
-    wmma::mma_sync(sum, a, b, sum);
+    wmma::mma_sync(sum, a, b, sum);  // sum = a b + sum
   }
   store_rounded<kWhole>(C, row0, col0, n, n, sum, stagings[threadIdx.z][threadIdx.y]);
 }
 
 // ---- wmma shared --------------------------------------------------------------------------------
 
-// Lesson 2's tiles. A block of kWarpsM x kWarpsN warps owns a tile of C, BM x BN elements. A step
-// takes BK of the n values of k. In it the block loads a tile of A, BM x BK, and one of B, BK x BN,
-// into shared memory, once for all its warps. Then each warp multiplies its 16 * kRows rows by its
-// 16 * kCols columns. For 16 of k it loads kRows + kCols matrices of 16 x 16, and makes kRows *
-// kCols products.
+// Here a block has tiles, as in lesson 2. Its kWarpsM x kWarpsN warps own a tile of C, BM x BN
+// elements. A step takes BK of the n values of k. In it the block loads a tile of A, BM x BK, and
+// one of B, BK x BN, into shared memory, once for all its warps. Then each warp multiplies its 16 *
+// kRows rows by its 16 * kCols columns. For 16 of k it loads kRows + kCols matrices of 16 x 16, and
+// makes kRows * kCols products.
 //
 // The rows of the tiles are 8 elements longer than their data, so that rows start in different
 // banks. For example, a row of A's tile has 32 elements and 8 more. These are 80 bytes, the width
@@ -167,8 +153,10 @@ __global__ void __launch_bounds__(32 * kSide * kSide)
 // bytes takes four banks, so the first pieces of these rows have no bank in common.
 //
 // There are two barriers a step: one when the tiles are there, and one when nobody reads them any
-// more. copy_tile (primitives/async_copy.cuh) starts copies by cp.async, as in lesson 2's *async*.
-// But here the block waits for them at once, wait<0>, so nothing is multiplied meanwhile.
+// more. copy_tile (primitives/async_copy.cuh) starts the copies of a tile by cp.async, as in lesson
+// 2's *async*, and what is outside of the matrix becomes 0. As there, copy_async_commit closes a
+// thread's copies as a group, and copy_async_wait<n> waits for all of its groups but the n newest.
+// Here n is 0: the block waits for its copies at once, so nothing is multiplied meanwhile.
 template <int BM, int BN, int BK, int kWarpsM, int kWarpsN, bool kAligned>
 __global__ void __launch_bounds__(32 * kWarpsM * kWarpsN)
     matmul_wmma_shared(const half* A, const half* B, half* C, int n) {
@@ -224,11 +212,11 @@ __global__ void __launch_bounds__(32 * kWarpsM * kWarpsN)
 
 // Blocks start in the order of their numbers, as many as fit on the GPU at a time. Those that run
 // at the same time share the L2 cache: what one block has read, the others find there. So which
-// tiles of C should they have? An H100 works on 132 tiles of C at a time, each of 256 x 128
-// elements from *lean* on. At N = 4096 a row of tiles has 32 of them. Taken row by row, 132 tiles
-// are about four rows of tiles, 1056 rows of C with all their 4096 columns. Then the blocks read
-// 1056 rows of A and 4096 columns of B. Or they can be a square of about 2080 x 2080. Then the
-// blocks read 2080 rows and 2080 columns, which is less.
+// tiles of C should they have? Take tiles of 256 x 128 elements, as in *lean*, below. An H100
+// works on 132 of them at a time. At N = 4096 a row of tiles has 32 of them. Taken row by row, 132
+// tiles are about four rows of tiles, 1056 rows of C with all their 4096 columns. Then the blocks
+// read 1056 rows of A and 4096 columns of B. Or the 132 tiles can be a square of about 2080 x 2080.
+// Then the blocks read 2080 rows and 2080 columns, which is less.
 //
 // So kGroup rows of tiles form a group, and the numbers of the blocks go down one column of the
 // group, then down the next column. With tiles of 256 x 128 kGroup is 8. So a group has 2048 rows
@@ -250,23 +238,27 @@ __device__ void tile_of_block(int tiles_m, int tiles_n, int& tile_m, int& tile_n
   const int group_size = kGroup * tiles_n;
   const int first = static_cast<int>(blockIdx.x) / group_size * kGroup;
   const int within = static_cast<int>(blockIdx.x) % group_size;
-  const int rows = min(kGroup, tiles_m - first);
+  const int rows = min(kGroup, tiles_m - first);  // the last group may have fewer
   tile_m = first + within % rows;
   tile_n = within / rows;
 }
 
 // ---- swizzled tiles -----------------------------------------------------------------------------
 
+// A piece is 16 bytes of a row, 8 elements. A swizzle leaves each element in its own row and in its
+// own piece, but the pieces of a row change places, in each row differently. With rows of 64
+// columns, piece p of row r lies at place p ^ (r % 8). Then the same piece of 8 rows lies on 8
+// different groups of banks. So neither the copies nor ldmatrix meet a bank twice, and no row needs
+// padding. swizzle<kCols>(row, col) (primitives/mma.cuh) is where an element lies in the tile.
+//
+// What about rows of other lengths? Two rows of 32 columns share 128 bytes, the width of all banks,
+// and each has only four pieces. There piece p of row r lies at place p ^ (r / 2 % 4). A row of 128
+// columns is 128 bytes twice. p ^ (r % 8) keeps each piece in its own 128 bytes, since r % 8 is
+// less than 8. So the rule for rows of 64 columns is good for these, too.
+//
 // The block's kThreads threads copy the kRows x kCols tile of `from` (n x n) at (row0, col0) to
-// shared memory, kWidth elements at a time; what is outside becomes 0. swizzle<kCols>(row, col)
-// (primitives/mma.cuh) is where an element lies. A piece is 16 bytes of a row, 8 elements. A
-// swizzle leaves each element in its own row and in its own piece, but the pieces of a row have
-// changed places, in each row differently. With rows of 64 columns, piece p of row r lies at place
-// p ^ (r % 8). Then the same piece of 8 rows lies on 8 different groups of banks. So neither these
-// copies nor ldmatrix meet a bank twice, and no row needs padding. (Rows of 32 columns have only
-// four pieces, so two rows share 128 bytes, the width of all banks. There piece p of row r lies at
-// place p ^ (r / 2 % 4). Rows of 128 columns have 16 pieces. There r % 8 is less than 8, so place
-// p ^ (r % 8) is in the same half of the row as p.)
+// shared memory, kWidth elements at a time. copy_async<bytes>(to, from, inside) starts one copy. As
+// in lesson 2, zeros are written if the source is not `inside` of the matrix.
 template <int kRows, int kCols, int kThreads, int kWidth>
 __device__ void copy_swizzled_tile(half* to, const half* from, int row0, int col0, int n) {
 #pragma unroll
@@ -282,8 +274,8 @@ __device__ void copy_swizzled_tile(half* to, const half* from, int row0, int col
   }
 }
 
-// Where a lane's elements 0 and 1 stand in a 16 x 8 matrix of sums: they are neighbours in one row.
-// Its elements 2 and 3 are 8 rows below them.
+// A lane has four elements of a 16 x 8 matrix of sums. Elements 0 and 1 are neighbours in one row,
+// and PairPlace says where element 0 is. Elements 2 and 3 are 8 rows below them.
 struct PairPlace {
   int row, col;
 };
@@ -293,7 +285,7 @@ __device__ PairPlace place_of_pair(int lane) {
   return {row, col};
 }
 
-// Stores two neighbours of a row of C. kEven: n is even, and a pair is aligned.
+// Stores two neighbours of a row of C. kEven: n is even, so one store of 4 bytes can do it.
 template <bool kEven>
 __device__ void store_pair(half* C, int row, int col, int n, float left, float right) {
   half* at = C + static_cast<size_t>(row) * n + col;
@@ -310,7 +302,7 @@ __device__ void store_pair(half* C, int row, int col, int n, float left, float r
 // address for each row of 16 bytes, so tiles may be swizzled. (WMMA wants a fixed distance between
 // rows.) And it is known which elements a lane holds: it rounds and stores its sums from registers.
 //
-// One ldmatrix loads 16 x 16 elements, as four matrices of 8 x 8:
+// One ldmatrix, in the code ldmatrix_x4, loads 16 x 16 elements, as four matrices of 8 x 8:
 //
 //     +-----+-----+    Lanes 0 to 7 pass the addresses of the rows of matrix 0, lanes 8 to 15
 //     |  0  |  2  |    those of matrix 1, and so on. So lane l passes the address of row l % 16,
@@ -318,10 +310,11 @@ __device__ void store_pair(half* C, int row, int col, int n, float left, float r
 //     |  1  |  3  |    each matrix: two neighbours of its row l / 4, from column 2 * (l % 4) on.
 //     +-----+-----+    (With .trans: two elements of column l / 4, one below the other.)
 //
-// Of A, the four matrices are the left factor of one mma.sync, 16 x 16. Of B, they are 16 of k and
-// 16 columns, but the right factor of one product has only 8 columns. So matrices 0 and 1 are the
-// right factor of one product, and matrices 2 and 3 are that of the next. The right factor of
-// product j is in registers 2 * (j % 2) and 2 * (j % 2) + 1 of b[j / 2].
+// mma_m16n8k16<half>(s, a, b0, b1) is one mma.sync: s += a b, where b is in the registers b0 and
+// b1. Of A, the four matrices of an ldmatrix are the left factor of one mma.sync, 16 x 16. Of B,
+// they are 16 of k and 16 columns, but the right factor of one product has only 8 columns. So
+// matrices 0 and 1 are the right factor of one product, and matrices 2 and 3 are that of the next.
+// The right factor of product j is in registers 2 * (j % 2) and 2 * (j % 2) + 1 of b[j / 2].
 //
 // kWidth is how many elements a copy moves. It is 8, which are 16 bytes, if n is a multiple of 8.
 // It is 2 if n is only even. Else it is 1, and elements are copied through registers.
@@ -382,13 +375,13 @@ __global__ void __launch_bounds__(32 * kWarpsM * kWarpsN)
 
 // ---- stages -------------------------------------------------------------------------------------
 
-// The same, but there are kStages stages in shared memory. A stage has room for the two tiles of
-// one step, of A and of B: the tensor cores work on one stage while the copies for the next ones
-// are on their way. It is lesson 2's *async*, whose loop has a name: copies_ahead
-// (primitives/async_copy.cuh). It starts the copies of the first kStages - 1 steps, each closed as
-// a group. next() waits for the group of the next step, and for the whole block at the step's only
-// barrier. It starts the copies of the step that is kStages - 1 further on, and returns the number
-// of the step whose tiles are there.
+// As *swizzled tiles*, but there are kStages stages in shared memory. A stage has room for the two
+// tiles of one step, of A and of B: the tensor cores work on one stage while the copies for the
+// next ones are on their way. It is lesson 2's *async*, whose loop has a name: copies_ahead
+// (primitives/async_copy.cuh). It starts the copies of the first kStages - 1 steps, and closes a
+// group for each step. next() waits for the group of the next step, and for the whole block at the
+// step's only barrier. It starts the copies of the step that is kStages - 1 further on. Then it
+// returns the number of the step whose tiles are there.
 template <int BM, int BN, int BK, int kWarpsM, int kWarpsN, int kStages, int kWidth>
 __global__ void __launch_bounds__(32 * kWarpsM * kWarpsN)
     matmul_stages(const half* A, const half* B, half* C, int n) {
@@ -449,8 +442,12 @@ __global__ void __launch_bounds__(32 * kWarpsM * kWarpsN)
 
 // ---- lean ---------------------------------------------------------------------------------------
 
-// The sizes that follow from a choice of tiles. Shared memory is kStages stages; at the end of
-// *double buffering* the rounded tile of C takes their place.
+// Of the instructions of *stages* one in five is an ldmatrix or an mma.sync. (Read from a profiler;
+// `results/` does not have this.) Most of the others work out addresses. Here these are worked out
+// once, as in lesson 2's *lean*: by TileCopies for the copies, and in the kernel for ldmatrix.
+
+// The sizes that follow from a choice of tiles. Shared memory has room for kStages stages. In
+// *double buffering* it has to hold the rounded tile of C as well, after the last step.
 template <int kBM, int kBN, int kBK, int kWarpsM, int kWarpsN, int kStages>
 struct MmaTiles {
   static constexpr int BM = kBM, BN = kBN, BK = kBK, kThreads = 32 * kWarpsM * kWarpsN;
@@ -462,10 +459,11 @@ struct MmaTiles {
   }
 };
 
-// What a thread copies of the tiles, kWidth elements at a time. With one copy each, the block's
-// threads cover kRowsA rows of the tile of A, or kRowsB rows of that of B. Addresses are worked out
-// once. Rows and columns outside of the matrix are replaced by the last ones inside. The sums that
-// come from them are never stored. Only along k, which is summed over, zeros are needed.
+// What a thread copies of the tiles, kWidth elements at a time. If each thread makes one copy, the
+// block copies kRowsA rows of the tile of A, or kRowsB rows of the tile of B. So these are the
+// distances between a thread's copies. Rows and columns outside of the matrix are replaced by the
+// last ones inside. The sums that come from them are never stored. Only along k, which is summed
+// over, zeros are needed.
 template <class Tiles, int kWidth>
 struct TileCopies {
   static constexpr int BM = Tiles::BM, BN = Tiles::BN, BK = Tiles::BK;
@@ -513,31 +511,34 @@ struct TileCopies {
   }
 };
 
-// Of the instructions of *stages* one in five is an ldmatrix or an mma.sync. (Read from a profiler;
-// `results/` does not have this.) Most of the others work out addresses. Here these are worked out
-// once, as in lesson 2's *lean*. TileCopies does it for the copies. For ldmatrix a lane has two
-// numbers. A lane passes to each ldmatrix the address of 8 elements, a piece of a row: a_lane is
-// where those of the first ldmatrix of A lie, and b_lane where those of the first one of B lie.
+// For ldmatrix a lane keeps two numbers, a_lane and b_lane. To each ldmatrix it passes the address
+// of a piece of a row, 8 elements. Its piece for the first ldmatrix of A is at a_lane, and that for
+// the first ldmatrix of B is at b_lane, in elements from the beginning of a stage. Where are its
+// other pieces?
+//   - Some are in other rows, a multiple of 16 rows further on. These rows have the same r % 8, so
+//     they are swizzled alike, and a constant is added.
+//   - Others are in other columns. To add is wrong there, since swizzling moves columns: column c
+//     of row r lies at c ^ s, where s = 8 * (r % 8). Take A, and lane 2 of warp 0. This lane has
+//     row 2, so s = 16. These are its pieces for k = 0, 16, 32 and 48:
 //
-// Where do the pieces for the lane's other ldmatrix lie? Those in other rows are a multiple of 16
-// rows further on. Such rows are swizzled alike, so a constant is added. Those in other columns
-// need more care, because swizzling moves columns: column c of row r lies at c ^ s, where
-// s = 8 * (r % 8). (In rows of 32 columns s is another number, and the rest is the same.) Take A:
-//   - The lane's first piece begins at column c = 0 or c = 8 of its row. It lies at column c ^ s of
-//     that row, so a_lane = row * BK + (c ^ s).
-//   - The piece d = 16, 32 or 48 columns further on lies at (c + d) ^ s.
-//   - c has only the bit 8, and d only the bits 16 and 32. So nothing is carried when they are
-//     added, and c + d = c ^ d. For example, 8 + 48 = 8 ^ 48 = 56.
-//   - So (c + d) ^ s = (c ^ d) ^ s = (c ^ s) ^ d, since the order of two ^ does not matter. And
-//     row * BK is a multiple of BK, a power of two that is more than d: so a_lane ^ d changes the
-//     column only. That is one instruction, and nothing is swizzled again. In the code d is k.
-//   - For example, lane 17 of warp 0 has row 1 and c = 8, so s = 8. Its first piece lies at column
-//     8 ^ 8 = 0. The piece 16 columns further on lies at 24 ^ 8 = 16, which is 0 ^ 16.
-// For B it is the same with d = 16 * j. There c is warp_col, a multiple of WN, or warp_col + 8. d
-// is less than WN, a power of two, so again the two have no bit in common. (b_lane also contains
-// kTileA, where the tile of B begins. It is a multiple of BN, so it has no bit of d either.) If
-// kWidth is 8, the rows that a thread copies are multiples of 8 apart and swizzled alike, too: the
-// compiler swizzles once, and adds constants.
+//         the piece begins at column    0   16   32   48
+//         and lies at column           16    0   48   32     which is 16 ^ k
+//
+//     Its a_lane is 2 * 64 + 16, and the piece for k is at a_lane ^ k. To work that out takes one
+//     instruction, and nothing is swizzled again.
+//
+// Why is this right for all lanes? A lane's first piece begins at column c = 0 or c = 8. k is a
+// multiple of 16, so c and k have no bit in common, and c + k is c ^ k. The piece that begins there
+// lies at (c ^ k) ^ s. That is (c ^ s) ^ k, since the order of two ^ does not matter. And the row
+// begins at a multiple of BK, a power of two that is more than k, so ^ k changes the column only.
+// (In rows of 32 columns s is another number, and the rest is the same.)
+//
+// For B it is the same, with 16 * j in the place of k. The first piece begins at column warp_col or
+// warp_col + 8. warp_col is a multiple of WN, a power of two that is more than 16 * j, so again the
+// two have no bit in common. b_lane also contains kTileA, where the tile of B begins. That is a
+// multiple of BN, so it has no bit of 16 * j either. And if kWidth is 8, the rows that a thread
+// copies are multiples of 8 apart and swizzled alike, too: the compiler swizzles once, and adds
+// constants.
 //
 // Tiles are larger, too. A block owns 256 x 128 elements of C and takes 64 of k in a step, and a
 // warp owns 64 x 64 elements (in *stages* 64 x 32). For 16 of k a warp executes 32 mma.sync and
@@ -607,17 +608,17 @@ __global__ void __launch_bounds__(32 * kWarpsM * kWarpsN, 1)
 
 // Lesson 2's *ahead*, for tensor cores. Double buffering means that there are two buffers for the
 // same thing: one is filled while the other is read. (*stages* does it with tiles in shared memory,
-// and has more than two.) Here each of the two buffers is registers for the fragments of 16 of k.
-// While the products of these are on the tensor cores, ldmatrix loads the fragments of the next 16
-// into the other buffer. A step has BK = 64 of k, so four times:
+// and has more than two.) Here a buffer is the registers for the fragments of 16 of k. While the
+// products of these are on the tensor cores, ldmatrix loads the fragments of the next 16 into the
+// other buffer. A step has BK = 64 of k, so this is done four times:
 //
 //     products of k =        0           16           32           48
 //     meanwhile loaded:     16           32           48     0 of the next step
 //
-// In the last column the next step's tiles have to be there already. Hence the barrier that says so
-// stands before the last products of a step, not behind them. While a warp waits at the barrier,
-// the tensor cores still work on the products that were started before. copies_ahead has its
-// barrier at the beginning of a step; so it cannot be used, and its loop is written out here.
+// In the last column the next step's tiles have to be there already. So the barrier that waits for
+// them stands before the last products of a step, not behind them. While a warp waits there, the
+// tensor cores still work on the products that were started before. copies_ahead has its barrier at
+// the beginning of a step. So it cannot be used, and its loop is written out here.
 //
 // One small thing more: the result goes through shared memory, swizzled as well, so that it leaves
 // in whole rows, 16 bytes a store.
@@ -681,8 +682,8 @@ __global__ void __launch_bounds__(32 * kWarpsM * kWarpsN, 1)
       }
       load_fragments(reading, (k + 16) % BK);
       // These copies go into the stage of the step before. In the last iteration of that step all
-      // warps came to the barrier above, and by then they had loaded all fragments of the step. All
-      // warps have passed that barrier, so nobody reads this stage any more.
+      // warps came to the barrier above, and by then they had loaded all fragments of the step. So
+      // when a warp is behind that barrier, nobody reads this stage any more.
       if (k == 0) {
         if (step + kStages - 1 < steps) copies.start(writing, offsets);
         copy_async_commit();
@@ -705,7 +706,9 @@ __global__ void __launch_bounds__(32 * kWarpsM * kWarpsN, 1)
     }
   }
 
-  // Each warp's tile of C goes to shared memory and from there, 8 elements a lane, to C.
+  // Each warp's tile of C goes to shared memory and from there, 8 elements a lane, to C. A barrier
+  // comes first, since slow warps may still load from a stage. pack2 rounds two numbers to fp16,
+  // into one register. store_halves stores 8 neighbours of a row, but not those outside of C.
   __syncthreads();
   half* staging = mma_tiles + warp * WM * WN;
 #pragma unroll
@@ -805,8 +808,9 @@ __global__ void __launch_bounds__(128)
   const int row0 = blockIdx.y * BM, col0 = blockIdx.x * BN, steps = (n + kStepK - 1) / kStepK;
 
   // Starts the copies of a step, which is kStepK = 64 of k. `barrier_arrive_expect(barrier, bytes)`
-  // is this thread's arrival, and announces their bytes. `tensor_load(to, map, row, col, barrier)`
-  // starts the copy of the box that begins at (row, col), and `barrier` counts its bytes.
+  // is this thread's arrival, and announces the bytes of all copies of the step. `tensor_load(to,
+  // map, row, col, barrier)` starts the copy of the box that begins at (row, col), and `barrier`
+  // counts its bytes.
   const auto load = [&](int step) {
     const int s = step % kStages;
     barrier_arrive_expect(&full[s], sizeof(Stage<BM, BN>));
@@ -816,7 +820,8 @@ __global__ void __launch_bounds__(128)
     }
   };
   // `barrier_init(barrier, arrivals)` says for how many arrivals of threads a barrier waits, and
-  // barrier_init_fence() lets the copy engine see that.
+  // barrier_init_fence() lets the copy engine see that. After the block's barrier all threads see
+  // it, too.
   if (threadIdx.x == 0) {
     for (int s = 0; s < kStages; ++s) barrier_init(&full[s], 1);
     barrier_init_fence();
@@ -824,18 +829,18 @@ __global__ void __launch_bounds__(128)
   }
   __syncthreads();
 
+  // `sum.start_product(left, right, add)` starts the products of one step. If `add`, they are added
+  // to the sum, else they replace it. `stage.a.rows(r)` is the left factor, 64 rows of the tile of
+  // A from row r on. wgmma_wait<n>() waits until all products are done but those of the n newest
+  // start_product().
+  Sum<BN> upper, lower;  // rows 0 to 63 and 64 to 127
+
   // An mbarrier is used again and again. Each use is a *phase*: it ends when as many threads have
   // arrived as the barrier waits for, and all announced bytes have come. Phases are counted from 0.
   // `barrier_wait(barrier, parity)` waits until a phase is over. It is told only the phase's
   // *parity*, 0 for an even number and 1 for an odd one. A Ring goes around the stages.
   // `ring.stage` is the stage of the current step, and `ring.parity` is the parity to wait for: 0
   // the first time around, 1 the second time, then 0 again.
-  //
-  // `sum.start_product(left, right, add)` starts the products of one step. If `add`, they are added
-  // to the sum, else they replace it. `stage.a.rows(r)` is the left factor, 64 rows of the tile of
-  // A from row r on. wgmma_wait<n>() waits until all products are done but those of the n newest
-  // start_product().
-  Sum<BN> upper, lower;  // rows 0 to 63 and 64 to 127
   Ring ring{kStages};
   for (int step = 0; step < steps; ++step) {
     barrier_wait(&full[ring.stage], ring.parity);
@@ -856,17 +861,18 @@ __global__ void __launch_bounds__(128)
 
 // The warpgroup above stops in every step: it waits until its products are done, and has the stage
 // filled again. Warp specialization means that warps of a block have different tasks. A block is
-// three warpgroups. One is the producer, which only starts copies. Two are consumers, which only
-// multiply, each of them 64 rows of a 128 x 256 tile. Each stage has two barriers, by which they
-// wait for each other:
+// three warpgroups. One is the producer, which only starts copies. Two are consumers. Each of them
+// multiplies 64 rows of a 128 x 256 tile, and stores them at the end. Each stage has two barriers,
+// by which producer and consumers wait for each other:
 //   - full: the tiles are there. The producer announces their bytes, the copy engine brings them.
 //   - empty: both consumers have multiplied the tiles, so the producer may overwrite them. Each
 //     consumer arrives once, by one of its threads, with barrier_arrive(barrier), which announces
 //     no bytes.
 //
 // A consumer does not wait for the products that it has just started. While they are under way it
-// waits for the next stage, and starts that one's products. Only then it waits for the older ones,
-// and gives their stage back. So in step i it gives back the stage of step i - 1.
+// waits for the next stage, and starts that one's products. Only then does it wait for the older
+// ones. When these are done it gives their stage back. So in step i it gives back the stage of step
+// i - 1.
 //
 // What does the producer wait for? Steps go around the stages, again and again. Each time around is
 // a *lap*, counted from 0. Before the producer fills a stage in one lap, the consumers must have
@@ -945,64 +951,38 @@ __global__ void __launch_bounds__(384, 1)
 // tile of C after the other. Such a kernel is called persistent. The rule by which a block finds
 // its next tile is its tile scheduler. Tiles have numbers, and here block b takes the tiles b,
 // b + blocks, b + 2 * blocks and so on, if there are `blocks` blocks. While the consumers still
-// store a tile, the producer already starts the copies for the next one. On the host
-// `persistent(tiles, fit)` says how many blocks to launch, if `fit` of them fit. Take 512 tiles and
-// room for 132 blocks: some blocks get four tiles, and none gets more. With 128 blocks each gets
-// four, so 128 are enough.
+// store a tile, the producer already starts the copies for the next one.
 //
-// And the copy engine stores (store_tile, below).
+// And the copy engine stores. What is done with the sums before they are written is the epilogue.
+// Here the consumers round their sums to fp16, and put them into boxes in shared memory, swizzled
+// as the copy engine expects them. From there the copy engine takes them to C in whole lines of 128
+// bytes, while the consumers go on with the next tile. A tile is stored in two panels, of 128
+// columns each. With kBuffers = 2 each panel has a buffer of its own (double buffering again), so
+// the second panel need not wait until the first one has left.
 //
-// What *warp specialization* does in a step has names from here on:
-//   - A Pipeline is the stages with their barriers. One thread calls `prepare(pipeline, n)`: n
-//     arrivals say that a stage is empty.
-//   - `writer.put` is a step of the producer: it waits until the next stage is empty, announces the
-//     stage's bytes, and starts its copies.
-//   - `reader.take` is a step of a consumer. It waits until the next stage is full, and calls the
-//     function that starts the stage's products. Then it waits until the products of the step
-//     before are done, and gives back their stage. The function's argument `add` is false in the
-//     first step of a tile, and true in all others. After the last step, `reader.finish` waits for
-//     the last products, and gives back their stage.
-//   - BlockGrid<1, 1> is a block alone, and `alone.meet()` is a barrier for the block. (In
-//     *clusters* a BlockGrid of several blocks says which block copies what.)
-//   - `alone.load(tile, map, at, k, barrier)` starts the copies of a tile. `at` is where the tile
-//     begins: its first row of A, or its first column of B. The argument after it is k in both
-//     cases. (In A k is the column, in B it is the row. So for A these two arguments are row and
-//     column, and for B they are column and row. `tensor_load` always takes row and column.)
-//   - `warp == 0 && elect_one()` is true for one thread, as `threadIdx.x == 0` was. `warp` comes
-//     from warp_of_block(), the number of the warp in the block, and elect_one() is true for one
-//     lane of a warp, each time the same one. The compiler knows that only one thread of the warp
-//     goes on. So it does not put a loop over the threads of the warp around each copy.
+// The loops over the steps do what those of *warp specialization* do, but they call functions of
+// primitives/hopper/pipeline.cuh for it. These are explained in the kernel.
 template <int kStages, int kBuffers>
 struct PersistentShared {
-  static constexpr int BM = 128, BN = 256, kStoreCols = 128;  // columns that are stored at a time
-  // The rounded tile on its way to C, see below: boxes of 64 rows and 64 columns, for each buffer
-  // and each of the two consumers.
+  static constexpr int BM = 128, BN = 256, kStoreCols = 128;  // kStoreCols: the columns of a panel
+  // The rounded tile on its way to C: boxes of 64 rows and 64 columns, for each buffer and each of
+  // the two consumers.
   Box<half, 64> out[kBuffers][2][kStoreCols / 64];
-  Pipeline<Stage<BM, BN>, kStages> pipeline;
+  Pipeline<Stage<BM, BN>, kStages> pipeline;  // the stages with their barriers
 };
-
-// What is done with the sums before they are written is the epilogue. Here the consumers round
-// their sums to fp16, and put them into boxes in shared memory, swizzled as the copy engine expects
-// them. From there the copy engine takes them to C in whole lines of 128 bytes, while the consumers
-// go on with the next tile. A tile is stored in two halves of 128 columns. With kBuffers = 2 each
-// half has a buffer of its own (double buffering again), so the second half need not wait until the
-// first one has left. The words:
-//   - store_matrices(to, registers) is the reverse of ldmatrix: registers to shared memory.
-//     `swizzled(row, piece)` is where a piece of a row, 16 bytes, lies in a box.
-//   - shared_fence() lets the copy engine see what threads have written to shared memory.
-//   - `tensor_store(map, row, col, from)` has the copy engine store a box. tensor_store_commit()
-//     closes the thread's stores as a group, and tensor_store_wait_read<0>() waits until the copy
-//     engine has read from shared memory what this thread's stores copy. Then that shared memory
-//     may be written again.
-//   - `named_barrier(id, threads)` is a barrier for so many threads of the block: here for the 128
-//     threads of one consumer, with the id 1 or 2. (The id 0 is the whole block's.)
 
 #if HOPPER_CODE
 // Waits until the copy engine has read the boxes of consumer `consumer`, so that they may be
-// written again. Only the thread that has committed stores can wait for them; here it is the same
-// one, since elect_one() always chooses the same lane. The other threads wait for it at the
-// barrier. At the end of a kernel this is needed, too: the block's shared memory has to stay until
-// the copy engine has read it.
+// written again. By tensor_store_wait_read<0>() a thread can wait only for stores that it has
+// started itself, so one thread of a consumer does both. warp_of_block() is the number of the warp
+// in the block. elect_one() is true for one lane of a warp, each time the same one. (`threadIdx.x %
+// 128 == 0` is true for one thread, too. But from elect_one() the compiler knows that only one
+// thread of the warp goes on. So it does not put a loop over the warp's threads around each copy.)
+//
+// The other threads wait at named_barrier(id, threads). That is a barrier for so many threads of
+// the block: here for the 128 threads of one consumer, with the id 1 or 2. (The id 0 is the whole
+// block's.) wait_for_stores is needed at the end of a kernel, too: the block's shared memory has to
+// stay until the copy engine has read it.
 __device__ inline void wait_for_stores(int consumer) {
   if (warp_of_block() % 4 == 0 && elect_one()) tensor_store_wait_read<0>();
   named_barrier(1 + consumer, 128);
@@ -1014,6 +994,7 @@ template <int kStages, int kBuffers>
 __device__ void store_tile(PersistentShared<kStages, kBuffers>& shared, int consumer,
                            const Sum<256>& sum, const CUtensorMap& C, int row0, int col0) {
   constexpr int kStoreCols = PersistentShared<kStages, kBuffers>::kStoreCols;
+  // store_matrices(to, registers) is the reverse of ldmatrix: it writes registers to shared memory.
   // A warp has 16 rows of the sum. One store_matrices stores 16 columns of them, as four matrices
   // of 8 x 8, which lie in these rows and columns as they do for ldmatrix:
   //
@@ -1029,11 +1010,11 @@ __device__ void store_tile(PersistentShared<kStages, kBuffers>& shared, int cons
   //     s[4], s[5]   row 0, columns 8 and 9   matrix 2
   //     s[6], s[7]   row 8, columns 8 and 9   matrix 3
   //
-  // And each lane passes the address of one row of 16 bytes of one matrix: lanes 0 to 15 the left
-  // half of rows 0 to 15, lanes 16 to 31 the right half.
+  // And each lane passes the address of one row of one matrix, a piece of 16 bytes: lanes 0 to 15
+  // those of matrices 0 and 1, lanes 16 to 31 those of matrices 2 and 3. swizzled(row, piece) is
+  // where a piece lies in a box.
   const int thread = threadIdx.x % 128;
   const int row = thread / 32 * 16 + thread % 16, piece = thread % 32 / 16;
-  // A panel is one of the two halves of 128 columns.
 #pragma unroll
   for (int panel = 0; panel < 256 / kStoreCols; ++panel) {
     auto& out = shared.out[panel % kBuffers][consumer];
@@ -1046,8 +1027,10 @@ __device__ void store_tile(PersistentShared<kStages, kBuffers>& shared, int cons
       for (int m = 0; m < 4; ++m) registers[m] = pack2<half>(s[2 * m], s[2 * m + 1]);
       store_matrices(&out[c / 64].elements[swizzled(row, c % 64 / 8 + piece)], registers);
     }
-    shared_fence();
+    shared_fence();  // now the copy engine sees what threads have written to shared memory
     named_barrier(1 + consumer, 128);
+    // tensor_store(map, row, col, from) has the copy engine store a box. tensor_store_commit()
+    // closes the thread's stores as a group, which wait_for_stores waits for.
     if (warp_of_block() % 4 == 0 && elect_one()) {
 #pragma unroll
       for (int box = 0; box < kStoreCols / 64; ++box) {
@@ -1068,11 +1051,13 @@ __global__ void __launch_bounds__(384, 1)
   constexpr int BM = Shared::BM, BN = Shared::BN;
   extern __shared__ __align__(1024) char bytes[];
   Shared& shared = *reinterpret_cast<Shared*>(bytes);
+  // A block alone; alone.meet() is its barrier. (In *clusters* a BlockGrid is several blocks.)
   const BlockGrid<1, 1> alone;
   const int steps = (n + kStepK - 1) / kStepK;
   const int tile_rows = (n + BM - 1) / BM, tile_cols = (n + BN - 1) / BN;
   const int tiles = tile_rows * tile_cols, blocks = gridDim.x;
-  if (threadIdx.x == 0) prepare(shared.pipeline, 2);  // two consumers
+  // Prepares the barriers. A stage is empty after 2 arrivals, those of the two consumers.
+  if (threadIdx.x == 0) prepare(shared.pipeline, 2);
   alone.meet();
 
   const int warp = warp_of_block();
@@ -1082,6 +1067,10 @@ __global__ void __launch_bounds__(384, 1)
       Writer writer(shared.pipeline);
       for (int tile = blockIdx.x; tile < tiles; tile += blocks) {
         const int row = tile % tile_rows * BM, col = tile / tile_rows * BN;
+        // writer.put waits until the next stage is empty, announces the stage's bytes, and calls
+        // the function below, in which each alone.load starts the copies of a tile. After the map
+        // alone.load takes where the tile begins: its first row of A or its first column of B, and
+        // after it k in both cases. (tensor_load, above, always takes row and column.)
         for (int step = 0; step < steps; ++step) {
           writer.put([&](Stage<BM, BN>& stage, Barrier* arrived) {
             alone.load(stage.a, &A, row, step * kStepK, arrived);
@@ -1097,6 +1086,10 @@ __global__ void __launch_bounds__(384, 1)
     for (int tile = blockIdx.x; tile < tiles; tile += blocks) {
       const int row = tile % tile_rows * BM, col = tile / tile_rows * BN;
       Sum<BN> sum;
+      // reader.take waits until the next stage is full, and calls the function below, which starts
+      // the stage's products. `add` is false in the first step of a tile, and true in all others.
+      // Then take waits until the products of the step before are done, and gives back their stage.
+      // After the last step reader.finish does that for the last products.
       for (int step = 0; step < steps; ++step) {
         reader.take([&](const Stage<BM, BN>& stage, bool add) {
           sum.start_product(stage.a.rows(64 * consumer), stage.b, add);
@@ -1114,23 +1107,14 @@ __global__ void __launch_bounds__(384, 1)
 // ---- clusters -----------------------------------------------------------------------------------
 
 // A cluster is a group of blocks that run at the same time and reach each other's shared memory,
-// which is then called distributed shared memory. Here a cluster is two blocks, whose tiles lie one
-// below the other in C. Both need the same tile of B, which has four boxes. Each block fetches two
-// of them and *multicasts* them, which is to say that one copy arrives in both blocks. So B is read
-// from the L2 cache once, not twice:
+// which is then called distributed shared memory. Here a cluster is two blocks, as
+// HOPPER_CLUSTER(2) on the kernel says. Their tiles lie one below the other in C. Both need the
+// same tile of B, which has four boxes. Each block fetches two of them and *multicasts* them: one
+// copy arrives in both blocks. So B is read from the L2 cache once, not twice:
 //
 //                            block 0                     block 1
 //     a tile of A            its own, for itself         its own, for itself
 //     the tile of B          boxes 0 and 1, for both     boxes 2 and 3, for both
-//
-// The words:
-//   - HOPPER_CLUSTER(2) on a kernel says that its blocks come in clusters of 2.
-//   - BlockGrid<2, 1> is two blocks with neighbouring rows. `cluster.load` starts the copies of
-//     this block's half of a tile, or of all of it if no other block needs that tile.
-//     `cluster.meet()` is a barrier for the threads of both blocks.
-//   - `cluster.rank` is the number of this block in its cluster, 0 or 1. `cluster.cluster` is the
-//     number of its cluster, and `cluster.clusters` says how many clusters there are.
-//   - resident_clusters (on the host) says how many clusters the GPU holds at a time.
 //
 // Three things follow:
 //   - A stage is empty only when the consumers of both blocks have read it. Each of these four
@@ -1151,7 +1135,11 @@ __global__ void HOPPER_CLUSTER(2) __launch_bounds__(384, 1)
   constexpr int BM = Shared::BM, BN = Shared::BN;
   extern __shared__ __align__(1024) char bytes[];
   Shared& shared = *reinterpret_cast<Shared*>(bytes);
-  const BlockGrid<2, 1> cluster;  // two blocks with neighbouring rows
+  // Two blocks with neighbouring rows. `cluster.rank` is the number of this block in its cluster, 0
+  // or 1. `cluster.cluster` is the number of its cluster, and `cluster.clusters` says how many
+  // clusters there are. cluster.load starts the copies that the picture above gives to this block.
+  // cluster.meet() is a barrier for the threads of both blocks.
+  const BlockGrid<2, 1> cluster;
   const int steps = (n + kStepK - 1) / kStepK;
   // A tile of a cluster has 2 BM rows and BN columns.
   const int tile_rows = (n + 2 * BM - 1) / (2 * BM), tile_cols = (n + BN - 1) / BN;
@@ -1200,17 +1188,18 @@ __global__ void HOPPER_CLUSTER(2) __launch_bounds__(384, 1)
 
 // Rasterization is the order in which tiles are taken; here it is another one. (A tile is that of a
 // cluster here, 256 x 256.) By now the tensor cores wait so seldom that the card reaches the limit
-// of its power, and its clock falls. From here on it matters less when a byte arrives than how much
-// power it takes to bring it, and a byte from memory takes the most. So as much as possible of what
-// a tile needs should still be in the L2 cache:
+// of its power, and its clock falls. From here on the power that it takes to bring a byte matters
+// more than the time when it arrives, and a byte from memory takes the most. So as much as possible
+// of what a tile needs should still be in the L2 cache:
 //   - Tiles are taken in groups of kGroup rows of tiles, so that those of one round, which all
 //     clusters work on at the same time, form a square of C (as with tile_of_block, above).
 //   - Every second round is walked from the end of k to its beginning: each cluster's second tile,
-//     its fourth and so on. And every second group is taken from the right to the left. So a round
-//     begins with the part of k with which the round before ended, and the L2 cache still has that
-//     part of what both rounds need. Within a group they need the same rows of A. Where the next
-//     group begins, they need the same columns of B. For example, C has 4 x 3 tiles, and a group
-//     has two rows of them. Then this is their order:
+//     its fourth and so on. So a round begins with the part of k with which the round before ended.
+//     Where both rounds need the same rows of A, as they do within a group, the L2 cache still has
+//     that part of these rows.
+//   - Every second group is taken from the right to the left. So the last tiles of a group and the
+//     first tiles of the next one need the same columns of B. For example, C has 4 x 3 tiles, and a
+//     group has two rows of them. Then this is their order:
 //
 //         group 0     0   2   4
 //                     1   3   5
@@ -1231,11 +1220,11 @@ __device__ inline int quotient(int dividend, int divisor) {
 }
 
 // Keeps the clusters in step. A pace is kSteps steps. In each cluster the producer of block 0
-// counts its paces, all of them in one number, a GridCount: a number in memory to which all blocks
-// may add (an atomic). A cluster that is more than one pace ahead of the mean waits. For example,
-// one of 64 clusters that has just made its third pace waits until all together have made 2 * 64.
-// But it looks at this number only kPatience times. Waiting only saves reads, and some clusters may
-// not have got a multiprocessor yet.
+// counts its paces. All add to one number in memory, which GridCount makes atomic. A cluster that
+// is more than one pace ahead of the mean waits. For example, one of 64 clusters that has just made
+// its third pace waits until all together have made 2 * 64. But it looks at this number only
+// kPatience times. Waiting only saves reads, and some clusters may not have got a multiprocessor
+// yet.
 struct Pace {
   static constexpr int kSteps = 16, kPatience = 256;  // kPatience: how often to look
   unsigned* total;
@@ -1386,6 +1375,7 @@ template <int BM, int BN, int BK, int kWarpsM, int kWarpsN, int kStages, int kWi
 void add_mma(Problem& square, Buffer<half> A, Buffer<half> B, Buffer<half> C, int n) {
   add_small_mma<kWidth>(square, A, B, C, n);
   using Tiles = MmaTiles<BM, BN, BK, kWarpsM, kWarpsN, kStages>;
+  // A block gets more than 48 KB of shared memory only if the host allows its kernel to.
   allow_shared_bytes(matmul_lean<BM, BN, BK, kWarpsM, kWarpsN, kStages, kWidth>,
                      Tiles::kSharedBytes);
   square
@@ -1418,6 +1408,9 @@ void add_persistent(Problem& square, Buffer<half> A, Buffer<half> B, Buffer<half
   constexpr int kBytes = sizeof(PersistentShared<kStages, kBuffers>), kGroup = 8;
   const dim3 tiles = tiles_of<128, 256>(n), pairs = tiles_of<256, 256>(n);  // of tiles
   allow_shared_bytes(matmul_persistent<kStages, kBuffers>, kBytes);
+  // How many blocks to launch, if device.sms of them fit. Take 512 tiles and room for 132 blocks:
+  // some blocks get four tiles, and none gets more. With 128 blocks each gets four, so 128 are
+  // enough.
   const unsigned blocks = persistent(int64_t{tiles.x} * tiles.y, device.sms);
   square
       .kernel("tile scheduler", Role::ours,
@@ -1433,6 +1426,7 @@ void add_persistent(Problem& square, Buffer<half> A, Buffer<half> B, Buffer<half
   allow_shared_bytes(matmul_clusters<kStages, kBuffers>, kBytes);
   const auto kernel = matmul_rasterized<kStages, kBuffers, kGroup>;
   allow_shared_bytes(kernel, kBytes);
+  // resident_clusters says how many clusters the GPU holds at a time.
   const unsigned clusters =
       persistent(int64_t{pairs.x} * pairs.y, resident_clusters(kernel, 2, 384, kBytes));
   square
