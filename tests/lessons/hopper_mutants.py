@@ -278,7 +278,8 @@ PLANES_BESIDE = ("390", "--features", "132", "--algebra", "2,0,0", "--kernel", "
 IN_PLACE = (ROWS_OF_CLASSES, HALF_FUSED, PLANES_BESIDE)
 
 # What a mistake needs to show: several tiles for each block, more steps than stages, and clusters
-# that stay. Arguments, and how many multiprocessors the device has.
+# that stay. Arguments, and how many multiprocessors the device has. (In CI the second, fourth and so
+# on of a program run under ThreadSanitizer, which takes five times as long as the other sanitizer.)
 RUNS = {
     "3_matmul_tensorcore": [
         (("392", "--kernel", "^one warpgroup$"), 8),
@@ -314,13 +315,13 @@ RUNS = {
     ],
     # More tiles than stages, a last one that is not whole, two groups of blocks, and columns beside.
     "7_diffusion_fused": [
-        (("1400", "--width", "128", "--kernel", "^(one launch|clusters)$"), 2),
         (("1000", "--eigen", "72", "--width", "136", "--kernel", "^(one launch|clusters)$"), 4),
+        (("1400", "--width", "128", "--kernel", "^(one launch|clusters)$"), 2),
     ],
-    # Narrow blocks, wide ones, many eigenvectors; a batch.
+    # Wide blocks, narrow ones, many eigenvectors; a batch.
     "operators_diffusion": [
-        (("1400", "--width", "128", "--kernel", "^operator$"), 4),
         (("1000", "--eigen", "136", "--width", "136", "--kernel", "^operator$"), 6),
+        (("1400", "--width", "128", "--kernel", "^operator$"), 4),
         (("300", "--eigen", "24", "--width", "72", "--batch", "3", "--kernel", "^operator$"), 4),
     ],
     GPUS: [
@@ -343,16 +344,16 @@ RUNS = {
         (("90", "--inputs", "2060", "--classes", "70", "--all", "--kernel", "^fused tensor cores"), 8),
         # Several strips for each block, one after another, whose blocks wait for each other; more steps than stages.
         (("600", "--inputs", "300", "--classes", "388", "--all", "--kernel", "^fused specialized"), 4),
-        # A block has one strip: its threads have not met since they began.
-        (("100", "--inputs", "72", "--classes", "260", "--all", "--kernel", "^fused specialized"), 8),
         # Blocks that do not wait for one another, and each have several tiles and strips.
         (("300", "--inputs", "72", "--classes", "1500", "--all", "--kernel", "^(unfused|online) specialized"), 4),
+        # A block has one strip: its threads have not met since they began.
+        (("100", "--inputs", "72", "--classes", "260", "--all", "--kernel", "^fused specialized"), 8),
     ],
-    # Small tiles; clusters of two blocks, and these with planes beside, whose tiles wait for one another. In the last
-    # run the first tiles need planes that are made beside them.
+    # Clusters of two blocks; small tiles; planes beside, whose tiles wait for one another. In the last run the first
+    # tiles need planes that are made beside them.
     CONNECTED: [
-        (("100", "--features", "132", "--algebra", "2,0,0", "--no-norm", "--kernel", "^planes first$"), 2),
         (("200", "--features", "132", "--algebra", "2,0,0", "--no-norm", "--kernel", "^planes first$"), 2),
+        (("100", "--features", "132", "--algebra", "2,0,0", "--no-norm", "--kernel", "^planes first$"), 2),
         (PLANES_BESIDE, 4),
         (("60", "--features", "260", "--algebra", "2,0,0", "--no-norm", "--turned", "--kernel", "^planes beside$"), 4),
     ],
@@ -429,8 +430,8 @@ RUNS["operators_clifford"] = [
 ]
 # Features that are no multiple of 4; few rows, whose weights are the left factor, and shared sums.
 RUNS["operators_clifford_connected"] = [
-    (("100", "--features", "130", "--algebra", "2,0,0", "--no-norm", "--kernel", "^planes first$"), 2),
     (("390", "--features", "130", "--algebra", "2,0,0", "--kernel", "^planes beside$"), 4),
+    (("100", "--features", "130", "--algebra", "2,0,0", "--no-norm", "--kernel", "^planes first$"), 2),
     (("4", "--features", "384", "--algebra", "2,0,0", "--kernel", "^planes first$"), 8),
 ]
 

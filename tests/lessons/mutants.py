@@ -83,6 +83,9 @@ def plant(program, lesson, text):
         there = hopper_mutants.HEADERS.get(lesson, ())
     if not any(mutant.operator for mutant in mutants):  # else `text` is not the lesson's
         text = with_headers(text, *(each for each in HEADERS.get(lesson, ()) if each not in there))
+    for pattern, new in SMALLER.get(lesson, ()) if not there else ():
+        assert re.search(pattern, text), f"{lesson} has no {pattern}"
+        text = re.sub(pattern, new, text)
     places = {}  # (where, what stands there) -> what becomes of it: several mistakes may have one place
     for mutant in mutants:
         place = mutant.where(text), mutant.old
@@ -147,6 +150,12 @@ HEADERS = {
                  "operators/softmax/tiles.cuh", "operators/softmax/layer.cuh",
                  "operators/softmax/rows.cuh", "operators/softmax/fp32_product.cuh", "primitives/row_parts.cuh", RING),
     TRAINING: ("primitives/row_parts.cuh",),
+}
+
+# As that of hopper_mutants: the mistakes are in the fp32 product.
+SMALLER = {
+    PRODUCT: [(r'table\.(?:template )?add<(?:HalfProduct<T>|Tf32Product<[\w:]+>)>\("[^"]+", shape\)',
+               "static_cast<Kernel*>(nullptr)")],
 }
 
 # What the mutants run with: the slices of a sum follow from how many multiprocessors there are, and
