@@ -279,7 +279,7 @@ IN_PLACE = (ROWS_OF_CLASSES, HALF_FUSED, PLANES_BESIDE)
 
 # What a mistake needs to show: several tiles for each block, more steps than stages, and clusters
 # that stay. Arguments, and how many multiprocessors the device has. (In CI the second, fourth and so
-# on of a program run under ThreadSanitizer, which takes five times as long as the other sanitizer.)
+# on of a program run under ThreadSanitizer, which takes several times as long as the other sanitizer.)
 RUNS = {
     "3_matmul_tensorcore": [
         (("392", "--kernel", "^one warpgroup$"), 8),
