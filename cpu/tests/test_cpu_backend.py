@@ -11,7 +11,7 @@ import subprocess
 import sys
 from pathlib import Path
 
-from conftest import CPU_BUILD as BUILD, PROGRAMS, ROOT, hopper_program, run_program as run
+from conftest import CPU_BUILD as BUILD, PROGRAMS, ROOT, execute, hopper_program, run_program as run
 import pytest
 
 HERE = Path(__file__).resolve().parent
@@ -257,27 +257,26 @@ def test_lines_to_blame_are_named(counted):
     assert not good & counted[1].keys()
 
 
+def counted_with(folder, script):
+    """counting.cu with an addr2line that is this shell script, in a folder of the test's."""
+    (folder / "addr2line").write_text(f"#!/bin/sh\n{script}\n")
+    (folder / "addr2line").chmod(0o755)
+    return execute([BUILD / "cpu" / "tests" / "counting"], env={"PATH": f"{folder}:{os.environ['PATH']}"})
+
+
 @pytest.mark.skipif(not shutil.which("addr2line"), reason="there is no addr2line")
 def test_one_addr2line_answers_all(counted, tmp_path):
     """It takes a tenth of a second to start, and a run has many lines to look up."""
-    wrapped, starts = tmp_path / "addr2line", tmp_path / "starts"
-    wrapped.write_text(f'#!/bin/sh\necho >>"{starts}"\nexec {shutil.which("addr2line")} "$@"\n')
-    wrapped.chmod(0o755)
-    environment = {**os.environ, "PATH": f"{tmp_path}:{os.environ['PATH']}"}
-    result = subprocess.run([BUILD / "cpu" / "tests" / "counting"], env=environment, capture_output=True, text=True)
-    assert result.returncode == 0 and result.stdout.count("counting.cu:") >= 2
+    starts = tmp_path / "starts"
+    result = counted_with(tmp_path, f'echo >>"{starts}"\nexec {shutil.which("addr2line")} "$@"')
+    assert result.rc == 0 and result.stdout.count("counting.cu:") >= 2
     assert starts.read_text() == "\n"
 
 
 @pytest.mark.parametrize("answers", ["exit 0", "read question; echo 0x0"])
-def test_lines_are_unknown_where_nobody_answers(tmp_path, answers):
-    wrapped = tmp_path / "addr2line"
-    wrapped.write_text(f"#!/bin/sh\n{answers}\n")
-    wrapped.chmod(0o755)
-    environment = {**os.environ, "PATH": f"{tmp_path}:{os.environ['PATH']}"}
-    result = subprocess.run([BUILD / "cpu" / "tests" / "counting"], env=environment, capture_output=True, text=True,
-                            timeout=60)
-    assert result.returncode == 0 and "counting.cu:" not in result.stdout
+def test_lines_are_unknown_where_nobody_answers(counted, tmp_path, answers):
+    result = counted_with(tmp_path, answers)
+    assert result.rc == 0 and "counting.cu:" not in result.stdout
 
 
 # ---- cu2cpp --------------------------------------------------------------------------------------

@@ -136,8 +136,6 @@ void check_capability(const char* name, int least) {
   refuse_capability(name, dotted(least) + " or newer");
 }
 
-namespace {}  // namespace
-
 namespace {
 
 /// A thread's plans. There are at most kMost: then the one goes that was used the longest ago.

@@ -666,8 +666,12 @@ SMALLER = {
 
 def plant(text, program):
     """The program's source with all of its mistakes, without the choice between them."""
-    text = _whole(text, program)
-    for pattern, new in SMALLER.get(program, ()):
+    return made_smaller(_whole(text, program), program, SMALLER)
+
+
+def made_smaller(text, program, changes):
+    """What becomes of a program's planted text. changes: such as SMALLER."""
+    for pattern, new in changes.get(program, ()):
         assert re.search(pattern, text), f"{program} has no {pattern}"
         text = re.sub(pattern, new, text)
     return text

@@ -83,9 +83,7 @@ def plant(program, lesson, text):
         there = hopper_mutants.HEADERS.get(lesson, ())
     if not any(mutant.operator for mutant in mutants):  # else `text` is not the lesson's
         text = with_headers(text, *(each for each in HEADERS.get(lesson, ()) if each not in there))
-    for pattern, new in SMALLER.get(lesson, ()) if not there else ():
-        assert re.search(pattern, text), f"{lesson} has no {pattern}"
-        text = re.sub(pattern, new, text)
+    text = hopper_mutants.made_smaller(text, lesson, SMALLER)
     places = {}  # (where, what stands there) -> what becomes of it: several mistakes may have one place
     for mutant in mutants:
         place = mutant.where(text), mutant.old
@@ -152,7 +150,7 @@ HEADERS = {
     TRAINING: ("primitives/row_parts.cuh",),
 }
 
-# As that of hopper_mutants: the mistakes are in the fp32 product.
+# As hopper_mutants.SMALLER, for the programs here: the mistakes of this one are in the fp32 product.
 SMALLER = {
     PRODUCT: [(r'table\.(?:template )?add<(?:HalfProduct<T>|Tf32Product<[\w:]+>)>\("[^"]+", shape\)',
                "static_cast<Kernel*>(nullptr)")],
