@@ -64,6 +64,11 @@ def pages_of(path):
     return len(re.findall(rb"/Type\s*/Page\b", objects))
 
 
+def test_what_the_talk_includes_is_there():
+    """Marp and a browser are for the extensive tests; a line of code that has moved shows here."""
+    assert "<!-- code " in TALK and "<!-- code " not in slides.expand(TALK)
+
+
 @pytest.mark.extensive
 def test_talk_builds_and_fits_its_pages(build):
     folder = build(TALK)
