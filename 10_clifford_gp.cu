@@ -1798,8 +1798,7 @@ std::optional<RowsOnChip> rows_on_chip(const Layer& layer, size_t shared_bytes) 
 }
 
 // The grid of a kernel whose blocks stay.
-template <typename Kernel>
-int persistent_blocks(Kernel* kernel, const RowsOnChip& shape, size_t bytes, const Layer& layer) {
+int persistent_blocks(AnyKernel kernel, const RowsOnChip& shape, size_t bytes, const Layer& layer) {
   allow_shared_bytes(kernel, static_cast<int>(bytes));
   const int resident = static_cast<int>(bytes) > most_shared_bytes()
                            ? multiprocessors()  // the row is left out: see needs_shared()

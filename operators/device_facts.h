@@ -33,22 +33,30 @@ class TakingFor {
   primitives::Capability before_;
 };
 
+/// For each device 1 more than a number, or 0: not asked yet.
+using FactsOfDevices = std::atomic<int>[64];
+
 /// What find() returns, a number from 0 on that is the same for this device whenever it is asked
-/// for: found once a device. find is a lambda without captures, whose type has a table of its own.
-/// What a device is taken for is no part of the table: then find() is called each time.
-template <typename Find>
-int fact_of_device(Find find) {
-  constexpr int kMostDevices = 64;
-  static std::atomic<int> facts[kMostDevices] = {};  // 1 more than the number; 0: not asked yet
+/// for: found once a device. What a device is taken for is no part of `facts`: then find() is
+/// called each time.
+inline int fact_of_device(FactsOfDevices& facts, int (*find)()) {
   int device = 0;
   primitives::check(cudaGetDevice(&device), "cudaGetDevice");
-  if (device >= kMostDevices || primitives::taken_for.number != 0) return find();
+  if (device >= static_cast<int>(std::size(facts)) || primitives::taken_for.number != 0) {
+    return find();
+  }
   int fact = facts[device].load(std::memory_order_relaxed);
   if (fact == 0) {
     fact = 1 + find();
     facts[device].store(fact, std::memory_order_relaxed);
   }
   return fact - 1;
+}
+/// The same for a lambda without captures, whose type has a table of its own.
+template <typename Find>
+int fact_of_device(Find find) {
+  static FactsOfDevices facts = {};
+  return fact_of_device(facts, find);
 }
 
 }  // namespace operators

@@ -14,12 +14,11 @@ namespace primitives {
 
 /// Whether a kernel's code was compiled for devices that have clusters and early launches (9.0 and
 /// newer), and the device is taken for one.
-template <typename Kernel>
-bool has_clusters(Kernel* kernel) {
+inline bool has_clusters(AnyKernel kernel) {
   if (compute_capability() < 90) return false;
-  return answer_to<bool>(reinterpret_cast<const void*>(kernel), [&] {
+  return answer_to<bool>(kernel.address, [&] {
     cudaFuncAttributes code;
-    check(cudaFuncGetAttributes(&code, kernel), "cudaFuncGetAttributes");
+    check(cudaFuncGetAttributes(&code, kernel.address), "cudaFuncGetAttributes");
     return code.ptxVersion >= 90;
   });
 }
@@ -38,6 +37,41 @@ using Blocks = dim3;
 ///   - together: as usual, but all at the same time. The launch fails if there is no room for all.
 enum class Start { usual, early, together };
 
+/// A launch in clusters, as the runtime takes it.
+struct ClusterLaunch {
+  cudaLaunchAttribute attributes[2];
+  cudaLaunchConfig_t config = {};
+
+  ClusterLaunch(cudaStream_t stream, AnyKernel kernel, unsigned cluster, Start start, dim3 blocks,
+                dim3 threads, size_t shared_bytes) {
+    const bool early = start == Start::early;
+    const bool modern = (cluster > 1 || early) && has_clusters(kernel);
+    config.gridDim = blocks;
+    config.blockDim = threads;
+    config.dynamicSmemBytes = shared_bytes;
+    config.stream = stream;
+    config.attrs = attributes;
+    if (cluster > 1 && modern) {
+      cudaLaunchAttribute& size = attributes[config.numAttrs++];
+      size.id = cudaLaunchAttributeClusterDimension;
+      size.val.clusterDim.x = cluster;
+      size.val.clusterDim.y = size.val.clusterDim.z = 1;
+    }
+    if (early && modern) {
+      cudaLaunchAttribute& serialization = attributes[config.numAttrs++];
+      serialization.id = cudaLaunchAttributeProgrammaticStreamSerialization;
+      serialization.val.programmaticStreamSerializationAllowed = 1;
+    }
+    if (start == Start::together) {
+      cudaLaunchAttribute& together = attributes[config.numAttrs++];
+      together.id = cudaLaunchAttributeCooperative;
+      together.val.cooperative = 1;
+    }
+  }
+  ClusterLaunch(const ClusterLaunch&) = delete;  // config points to attributes
+  ClusterLaunch& operator=(const ClusterLaunch&) = delete;
+};
+
 /// Launches a kernel in clusters of `cluster` blocks, if the kernel itself does not say how many.
 /// With 1 it is launched as the kernel says. Code for older devices starts as usual instead of
 /// early.
@@ -45,35 +79,11 @@ template <typename... Parameters, typename... Arguments>
 void launch_clusters_on(cudaStream_t stream, void (*kernel)(Parameters...), unsigned cluster,
                         Start start, Blocks blocks, dim3 threads, size_t shared_bytes,
                         const Arguments&... arguments) {
-  const bool early = start == Start::early;
-  const bool modern = (cluster > 1 || early) && has_clusters(kernel);
-  cudaLaunchAttribute attributes[2];
-  cudaLaunchConfig_t config = {};
-  config.gridDim = blocks;
-  config.blockDim = threads;
-  config.dynamicSmemBytes = shared_bytes;
-  config.stream = stream;
-  config.attrs = attributes;
-  if (cluster > 1 && modern) {
-    cudaLaunchAttribute& size = attributes[config.numAttrs++];
-    size.id = cudaLaunchAttributeClusterDimension;
-    size.val.clusterDim.x = cluster;
-    size.val.clusterDim.y = size.val.clusterDim.z = 1;
-  }
-  if (early && modern) {
-    cudaLaunchAttribute& serialization = attributes[config.numAttrs++];
-    serialization.id = cudaLaunchAttributeProgrammaticStreamSerialization;
-    serialization.val.programmaticStreamSerializationAllowed = 1;
-  }
-  if (start == Start::together) {
-    cudaLaunchAttribute& together = attributes[config.numAttrs++];
-    together.id = cudaLaunchAttributeCooperative;
-    together.val.cooperative = 1;
-  }
+  const ClusterLaunch of(stream, kernel, cluster, start, blocks, threads, shared_bytes);
 #ifdef CUDA_CPU
-  const cuda_cpu::LaunchAt launch(&config, blocks.site);
+  const cuda_cpu::LaunchAt launch(&of.config, blocks.site);
 #else
-  const cudaLaunchConfig_t* const launch = &config;
+  const cudaLaunchConfig_t* const launch = &of.config;
 #endif
   check(cudaLaunchKernelEx(launch, kernel, arguments...), "cudaLaunchKernelEx");
 }

@@ -75,24 +75,31 @@ inline int most_shared_bytes() {
 /// Whether the device runs code for sm_90a.
 inline bool is_hopper() { return own_capability() == 90 && compute_capability() == 90; }
 
+/// A kernel, whatever its parameters are, as the runtime's functions take it.
+struct AnyKernel {
+  const void* address;
+
+  template <typename... Parameters>
+  AnyKernel(void (*kernel)(Parameters...)) : address(reinterpret_cast<const void*>(kernel)) {}
+};
+
 /// Lets a block of `kernel` have `bytes` of shared memory, and in fact as much as the device has.
 /// What is allowed belongs to the kernel, not to a launch: if a smaller shape allowed only what it
 /// needs itself, a launch of a larger shape would fail from then on, in other threads too. So every
 /// call sets the same. Where the device has less than `bytes`, nothing happens here, and a launch
 /// of the kernel would fail: a caller has to look for another kernel. (A row of a lesson says
 /// needs_shared, and is then left out.)
-template <typename Kernel>
-void allow_shared_bytes(Kernel* kernel, int bytes) {
+inline void allow_shared_bytes(AnyKernel kernel, int bytes) {
   const int most = device_fact<cudaDevAttrMaxSharedMemoryPerBlockOptin>();
   if (bytes > most) return;
   const struct {
     const void* kernel;
     int64_t attribute;  // other questions about the kernel have other ones
-  } question = {reinterpret_cast<const void*>(kernel), cudaFuncAttributeMaxDynamicSharedMemorySize};
+  } question = {kernel.address, cudaFuncAttributeMaxDynamicSharedMemorySize};
   answer_to<bool>(question, [&] {
     cudaFuncAttributes own;  // what the kernel declares itself is no part of what is set
-    check(cudaFuncGetAttributes(&own, kernel), "cudaFuncGetAttributes");
-    check(cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize,
+    check(cudaFuncGetAttributes(&own, kernel.address), "cudaFuncGetAttributes");
+    check(cudaFuncSetAttribute(kernel.address, cudaFuncAttributeMaxDynamicSharedMemorySize,
                                most - static_cast<int>(own.sharedSizeBytes)),
           "cudaFuncSetAttribute");
     return true;
@@ -101,10 +108,9 @@ void allow_shared_bytes(Kernel* kernel, int bytes) {
 
 /// How many blocks of a kernel the device holds at once: the grid of a kernel whose blocks stay. If
 /// none fits, it is one block for each multiprocessor. The launch then fails, and says why.
-template <typename Kernel>
-int resident_blocks(Kernel* kernel, int threads, size_t shared_bytes) {
+inline int resident_blocks(AnyKernel kernel, int threads, size_t shared_bytes) {
   int per_multiprocessor = 0;
-  check(cudaOccupancyMaxActiveBlocksPerMultiprocessor(&per_multiprocessor, kernel, threads,
+  check(cudaOccupancyMaxActiveBlocksPerMultiprocessor(&per_multiprocessor, kernel.address, threads,
                                                       shared_bytes),
         "cudaOccupancyMaxActiveBlocksPerMultiprocessor");
   return (per_multiprocessor > 1 ? per_multiprocessor : 1) * multiprocessors();

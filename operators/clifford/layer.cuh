@@ -28,8 +28,7 @@ RowsOnChip streamed_rows(const Layer& layer) {
 }
 
 /// The grid of a kernel whose blocks stay; 0: the device has no room for a cluster.
-template <typename Kernel>
-int streamed_grid(Kernel* kernel, const RowsOnChip& shape, int bytes, const Layer& layer) {
+inline int streamed_grid(AnyKernel kernel, const RowsOnChip& shape, int bytes, const Layer& layer) {
   allow_shared_bytes(kernel, bytes);
   const int resident = bytes > most_shared_bytes() ? multiprocessors()  // does not run
                        : shape.blocks == 1

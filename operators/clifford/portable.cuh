@@ -43,8 +43,8 @@ double portable_microseconds(const Layer& layer, double passes) {
          4.0 * passes * A::kBlades * static_cast<double>(layer.plane()) / (0.7 * memory_rate());
 }
 
-template <typename Kernel>
-int blocks_that_stay(Kernel* kernel, const RowsOnChip& shape, int bytes, const Layer& layer) {
+inline int blocks_that_stay(AnyKernel kernel, const RowsOnChip& shape, int bytes,
+                            const Layer& layer) {
   allow_shared_bytes(kernel, bytes);
   return std::min(shape.groups(layer), resident_blocks(kernel, shape.threads, bytes));
 }

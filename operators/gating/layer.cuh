@@ -127,26 +127,16 @@ class GatedProduct {
     using Choice = TileChoice<Tiles<half, 128, 256, 2, 1, 2>, Tiles<half, 192, 128, 2, 1, 1>,
                               Tiles<half, 128, 128, 2, 1, 1>, Tiles<half, 64, 128, 2, 1, 1>>;
     Ways ways(workspace_);
-    Choice::offer<StoreGated>(
-        ways, exchange_, shape_, x_.stride, W1_.stride,
-        memory_.out_stride != 0 ? memory_.out_stride : W1_.cols,
-        [self = *this]<class Tile>(const ProductPlan& plan) { self.launch<Tile>(plan); });
+    Choice::offer<StoreGated>(ways, exchange_, shape_, x_.stride, W1_.stride,
+                              memory_.out_stride != 0 ? memory_.out_stride : W1_.cols,
+                              std::make_shared<const GatedProduct>(*this));
     exchange_.allocate(workspace_);
     std::vector<Way> found = ways.found();
     for (Way& way : found) way.microseconds += copying();
     return found;
   }
 
- private:
-  /// Microseconds until all rows are aligned.
-  double copying() const {
-    double bytes = 0;
-    for (const auto* matrix : {&x_, &W1_, &W2_}) {
-      if (matrix->copied) bytes += 2 * sizeof(half) * 1.0 * matrix->rows * matrix->stride;
-    }
-    return bytes > 0 ? kNextLaunch + bytes / memory_rate() : 0;
-  }
-
+  /// A way of these.
   template <class Tile>
   void launch(const ProductPlan& plan) const {
     using Work = MatrixProduct<Tile, StoreGated>;
@@ -166,6 +156,16 @@ class GatedProduct {
     allow_shared_bytes(operators::product::product<Work>, kBytes);
     launch_clusters_on(workspace_.stream, operators::product::product<Work>, 1, early,
                        plan.clusters * Tile::kBlocks, Tile::kThreads, kBytes, work);
+  }
+
+ private:
+  /// Microseconds until all rows are aligned.
+  double copying() const {
+    double bytes = 0;
+    for (const auto* matrix : {&x_, &W1_, &W2_}) {
+      if (matrix->copied) bytes += 2 * sizeof(half) * 1.0 * matrix->rows * matrix->stride;
+    }
+    return bytes > 0 ? kNextLaunch + bytes / memory_rate() : 0;
   }
 
   GatingMemory memory_;

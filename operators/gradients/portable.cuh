@@ -58,8 +58,8 @@ class PortableFeatures {
   }
 
   /// Columns of blocks, and as many slices of V as fill the GPU.
-  template <class Tiles, typename Kernel>
-  dim3 grid_of(Kernel* kernel, int bytes) const {
+  template <class Tiles>
+  dim3 grid_of(AnyKernel kernel, int bytes) const {
     allow_shared_bytes(kernel, bytes);
     const int64_t columns = blocks_for(shape_.W, Tiles::BN);
     const int64_t fit = resident_blocks(kernel, Tiles::kThreads, bytes) / columns;

@@ -6,6 +6,7 @@
 #include <algorithm>
 #include <cmath>
 #include <cstdint>
+#include <functional>
 
 #include "operators/estimate.h"
 #include "operators/product/shape.h"
@@ -280,6 +281,17 @@ inline double product_microseconds(const ProductCosts& cost, const TileWork& til
           handover_microseconds(cost, tile, division);
   constexpr double kOverlap = 1.7;  // between a sum (1) and the longer one (infinity)
   return more + std::pow(std::pow(busy, kOverlap) + std::pow(memory, kOverlap), 1 / kOverlap);
+}
+
+/// How long a product should take with tiles that are so divided.
+using Estimate = std::function<double(const Division&)>;
+
+/// That of product_microseconds(), and so many microseconds more.
+inline Estimate estimate_of(const ProductCosts& cost, const TileWork& tile, double factor,
+                            const ProductMatrices& of, double more = 0) {
+  return [&cost, tile, factor, of, more](const Division& division) {
+    return product_microseconds(cost, tile, factor, of, division) + more;
+  };
 }
 
 }  // namespace operators::product

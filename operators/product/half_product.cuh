@@ -55,20 +55,26 @@ class HalfProduct {
   std::vector<Way> ways() {
     if (!is_hopper()) return portable_half_ways(workspace_, A_, B_, C_, c_stride_, shape_);
     Ways ways(workspace_);
-    Choice::template offer<StoreRounded<T>>(
-        ways, exchange_, shape_, A_.stride, B_.stride, c_rows(),
-        [self = *this]<class Tile>(const ProductPlan& plan) { self.template launch<Tile>(plan); },
-        c_stride_ != 0);
-    offer_slices<Tiles<T, 64, 64, 1, 1, 1>, 4>(ways);
-    offer_slices<Tiles<T, 64, 128, 1, 1, 2>, 4>(ways);
-    offer_slices<Tiles<T, 128, 128, 1, 1, 2>, 2>(ways);
-    offer_slices<Tiles<T, 128, 128, 1, 1, 2>, 4>(ways);
-    offer_slices<Tiles<T, 64, 128, 2, 1, 2>, 2>(ways);
-    offer_slices<Tiles<T, 128, 128, 2, 2, 2>, 2>(ways);
-    offer_slices<OneRow<Tiles<T, 64, 64, 1, 1, 1>>, 4>(ways);
-    offer_slices<OneRow<Tiles<T, 64, 128, 1, 1, 2>>, 2>(ways);
+    const auto self = std::make_shared<const HalfProduct>(*this);
+    Choice::template offer<StoreRounded<T>>(ways, exchange_, shape_, A_.stride, B_.stride, c_rows(),
+                                            self, c_stride_ != 0);
+    offer_slices<Tiles<T, 64, 64, 1, 1, 1>, 4>(ways, self);
+    offer_slices<Tiles<T, 64, 128, 1, 1, 2>, 4>(ways, self);
+    offer_slices<Tiles<T, 128, 128, 1, 1, 2>, 2>(ways, self);
+    offer_slices<Tiles<T, 128, 128, 1, 1, 2>, 4>(ways, self);
+    offer_slices<Tiles<T, 64, 128, 2, 1, 2>, 2>(ways, self);
+    offer_slices<Tiles<T, 128, 128, 2, 2, 2>, 2>(ways, self);
+    offer_slices<OneRow<Tiles<T, 64, 64, 1, 1, 1>>, 4>(ways, self);
+    offer_slices<OneRow<Tiles<T, 64, 128, 1, 1, 2>>, 2>(ways, self);
     exchange_.allocate(workspace_);
     return ways.found();
+  }
+
+  /// A way with whole tiles, or tiles that clusters share.
+  template <class Tile>
+  void launch(const ProductPlan& plan) const {
+    launch(work<Tile>(Schedule<Tile>(shape_, plan.clusters, plan.shares),
+                      exchange_.template in_step<T>(shape_, plan.shares)));
   }
 
  private:
@@ -111,11 +117,6 @@ class HalfProduct {
             exchange};
   }
 
-  template <class Tile>
-  void launch(const ProductPlan& plan) const {
-    launch(work<Tile>(Schedule<Tile>(shape_, plan.clusters, plan.shares),
-                      exchange_.template in_step<T>(shape_, plan.shares)));
-  }
   template <class Work>
   void launch(const Work& work) const {
     launch_product(work, A_, B_, workspace_.stream);
@@ -123,21 +124,18 @@ class HalfProduct {
 
   /// The way in slices, of which a cluster has kOfCluster beside each other (SlicedProduct).
   template <class Tile, int kOfCluster>
-  void offer_slices(Ways& ways) {
+  void offer_slices(Ways& ways, const std::shared_ptr<const HalfProduct>& self) {
     using Work = SlicedProduct<Whole<Tile, kOfCluster>, kOfCluster>;
     constexpr bool kInBoxes = Tile::BN / kOfCluster % kBoxCols == 0;  // of a block's columns
     if (!suits<Tile>(shape_) || (c_stride_ != 0 && !kInBoxes)) return;
-    product::offer_slices<Work>(
-        ways, exchange_, shape_, name_of_tile<Tile>(),
-        [&](const Division& division) {
-          return tile_microseconds<Tile>(shape_, A_.stride, B_.stride, c_rows(), division);
-        },
-        [self = *this](const SlicedPlan& plan) {
-          const Schedule<Tile> schedule(self.shape_, plan.tiles * plan.slices, true);
-          const Exchange exchange = self.exchange_.exchange(plan.clusters > 1);
-          self.launch(
-              Work{self.template work<Tile, kOfCluster>(schedule, exchange), plan.clusters});
-        });
+    const LaunchOf<HalfProduct, SlicedPlan> launch = {
+        self, [](const HalfProduct& of, const SlicedPlan& plan) {
+          const Schedule<Tile> schedule(of.shape_, plan.tiles * plan.slices, true);
+          const Exchange exchange = of.exchange_.exchange(plan.clusters > 1);
+          of.launch(Work{of.template work<Tile, kOfCluster>(schedule, exchange), plan.clusters});
+        }};
+    product::offer_slices(ways, exchange_, facts_of<Work>(), shape_,
+                          tile_estimate<Tile>(shape_, A_.stride, B_.stride, c_rows()), launch);
   }
 
   AlignedRows<T> A_, B_;

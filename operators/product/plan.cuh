@@ -4,10 +4,12 @@
 
 #include <algorithm>
 #include <cmath>
+#include <functional>
 #include <limits>
 #include <memory>
 #include <optional>
 #include <string>
+#include <string_view>
 #include <vector>
 
 #include "operators/device_facts.h"
@@ -211,11 +213,10 @@ class ExchangeMemory : public SharedSums {
 /// How many clusters of a product's kernel the current device holds: found once a device.
 template <class Work>
 int clusters_that_fit_once() {
-  using Tile = typename Work::Tile;
-  constexpr int kBytes = sizeof(typename Work::Shared);
   return fact_of_device([] {
+    constexpr int kBytes = sizeof(typename Work::Shared);
     allow_shared_bytes(product<Work>, kBytes);
-    return clusters_that_fit(product<Work>, kClusterBlocks<Work>, Tile::kThreads, kBytes);
+    return clusters_that_fit(product<Work>, kClusterBlocks<Work>, Work::Tile::kThreads, kBytes);
   });
 }
 
@@ -244,10 +245,17 @@ void launch_product(const Work& work, const AlignedRows<T>& A, const AlignedRows
 }
 
 /// How a product is computed with some tiles, and how long that should take. `shares`: several
-/// clusters have pieces of a tile (Schedule).
+/// clusters have pieces of a tile (Timetable).
 struct ProductPlan {
   int clusters;
   bool shares;
+  double microseconds;
+};
+
+/// How a product is computed in slices of clusters: how many clusters a tile has; in how many
+/// slices k is cut; and how long that should take.
+struct SlicedPlan {
+  int tiles, clusters, slices;
   double microseconds;
 };
 
@@ -281,35 +289,78 @@ constexpr TileWork work_of_tile() {
           .fetched_b = 1.0 * kLinesOfB / Tile::kStack};
 }
 
-/// How long a product should take with tiles that are so divided. The strides are of A's and B's
-/// rows, and of C's, in elements.
+/// How long a product should take with a Tile. The strides are of A's and B's rows, and of C's, in
+/// elements.
 template <class Tile>
-double tile_microseconds(const ProductShape& shape, int64_t stride_a, int64_t stride_b,
-                         int64_t stride_c, const Division& division) {
+Estimate tile_estimate(const ProductShape& shape, int64_t stride_a, int64_t stride_b,
+                       int64_t stride_c) {
   constexpr TileWork kWork = work_of_tile<Tile>();
   constexpr int kBytes = sizeof(typename Tile::Element);
-  return product_microseconds(
-      kHalfCosts, kWork, step_factor(kWork, kHalfSteps),
-      {shape, kBytes, kBytes * stride_a, kBytes * stride_b, kBytes * stride_c}, division);
+  return estimate_of(kHalfCosts, kWork, step_factor(kWork, kHalfSteps),
+                     {shape, kBytes, kBytes * stride_a, kBytes * stride_b, kBytes * stride_c});
+}
+
+/// What plans depend on of a Work. What does not depend on it any further is compiled once, and not
+/// for each of a hundred tiles.
+struct WorkFacts {
+  ClusterTile tile;
+  int (*capacity)();        ///< clusters_that_fit_once
+  int consumers, of_sum;    ///< of a cluster; elements that a thread hands over
+  int shared_bytes;         ///< of a block
+  int slices_of_cluster;    ///< 1, or as SlicedProduct says
+  std::string_view before;  ///< of a way's name, before "tile 176 x 192"
+  int rows, cols;           ///< of the tile, in the order of the name
+  bool transposed, read_once, shares_copies;
+  int stages, stack, side;
+
+  /// "tile 176 x 192, transposed"
+  std::string name_of_tile() const {
+    return std::string(before) + "tile " + std::to_string(rows) + " x " + std::to_string(cols) +
+           (transposed ? ", transposed" : "") + (read_once ? ", B read once" : "");
+  }
+};
+
+/// Those of a Work whose Tile is of C, not of C^T.
+template <class Work>
+WorkFacts facts_of() {
+  using Tile = typename Work::Tile;
+  WorkFacts facts = {.tile = Schedule<Tile>::kTile,
+                     .capacity = clusters_that_fit_once<Work>,
+                     .consumers = kClusterBlocks<Work> * Tile::kConsumers,
+                     .of_sum = Work::Sum::size(),
+                     .shared_bytes = sizeof(typename Work::Shared),
+                     .slices_of_cluster = 1,
+                     .before = "",
+                     .rows = Tile::BM,
+                     .cols = Tile::BN,
+                     .transposed = kIsTransposed<Tile>,
+                     .read_once = kIsOneRow<Tile>,
+                     .shares_copies = Tile::kBlocks > 1,
+                     .stages = 0,
+                     .stack = Tile::kStack,
+                     .side = Tile::kSide};
+  if constexpr (requires { Work::kSlicesOfCluster; }) {
+    facts.slices_of_cluster = Work::kSlicesOfCluster;
+    facts.of_sum = Work::Part::size();
+  }
+  return facts;
 }
 
 /// A cluster that shares a tile has so many steps at least.
 inline constexpr int kLeastSteps = 8;
 
 /// The plans for the Work of a product: one of whole tiles, and others in which tiles are shared;
-/// none if no cluster fits, or there are too many tiles. estimate(division) is how long the product
-/// should take with tiles that are so divided.
-template <class Work, typename Estimate>
-std::vector<ProductPlan> plan_product(const ProductShape& shape, Estimate estimate) {
-  using Tile = typename Work::Tile;
-  const int capacity = clusters_that_fit_once<Work>();
-  if (capacity == 0 || Schedule<Tile>::tiles_of(shape) > Schedule<Tile>::kMostTiles) return {};
-  const Schedule<Tile> whole(shape, capacity, false);
+/// none if no cluster fits, or there are too many tiles.
+inline std::vector<ProductPlan> plan_product(const WorkFacts& work, const ProductShape& shape,
+                                             const Estimate& estimate) {
+  const int capacity = work.capacity();
+  if (capacity == 0 || work.tile.tiles_of(shape) > Timetable::kMostTiles) return {};
+  const Timetable whole(work.tile, shape, capacity, false);
   const int tiles = whole.tiles, clusters = static_cast<int>(persistent(tiles, capacity));
   std::vector<ProductPlan> plans = {
       {clusters, false, estimate(Division{clusters, 1.0 * whole.rounds, 1.0 * whole.rounds})}};
   const auto shared_by = [&](int of_clusters, double pieces, bool equal) {
-    const Schedule<Tile> shared(shape, of_clusters, true);
+    const Timetable shared(work.tile, shape, of_clusters, true);
     std::optional<ProductPlan> plan;
     if (shared.shared > 0 && int64_t{tiles} * whole.steps >= int64_t{kLeastSteps} * of_clusters) {
       const double rounds = 1.0 * tiles / of_clusters;
@@ -334,130 +385,112 @@ std::vector<ProductPlan> plan_product(const ProductShape& shape, Estimate estima
   return plans;
 }
 
-/// Offers a plan of a Work of tiles with this name. launch(plan) launches it. `copies` says what is
-/// copied before.
-template <class Work, typename Launch>
-void offer_plan(Ways& ways, SharedSums& sums, const ProductShape& shape, const ProductPlan& plan,
-                const std::string& name, Launch launch, const std::string& copies = {}) {
-  using Tile = typename Work::Tile;
-  const Schedule<Tile> schedule(shape, plan.clusters, plan.shares);
-  const bool wanted = ways.offer(plan.microseconds, [&] {
-    const bool slices = plan.shares && plan.clusters % schedule.tiles == 0;
-    return Way{name +
-                   (slices ? "; slices: " + std::to_string(plan.clusters / schedule.tiles)
-                           : "; clusters: " + std::to_string(plan.clusters) +
-                                 (plan.shares ? "; tiles shared" : "")) +
-                   copies,
-               plan.microseconds, [launch, plan] { launch(plan); },
-               static_cast<int>(sizeof(typename Work::Shared))};
-  });
-  if (!wanted) return;
-  const size_t consumers = kClusterBlocks<Work> * Tile::kConsumers;
-  const size_t places = size_t{2} * plan.clusters;
-  sums.needs(plan.shares ? schedule.shared * consumers : 0,
-             plan.shares ? places * consumers * 128 * Work::Sum::size() : 0);
+/// Offers the plans of a Work, which launch(plan) launches. `copies` says what is copied before.
+inline void offer_plans(Ways& ways, SharedSums& sums, const WorkFacts& work,
+                        const ProductShape& shape, const Estimate& estimate,
+                        const std::function<void(const ProductPlan&)>& launch,
+                        const std::string& copies = {}) {
+  for (const ProductPlan& plan : plan_product(work, shape, estimate)) {
+    const Timetable timetable(work.tile, shape, plan.clusters, plan.shares);
+    const bool wanted = ways.offer(plan.microseconds, [&] {
+      const bool slices = plan.shares && plan.clusters % timetable.tiles == 0;
+      return Way{work.name_of_tile() + "; stages: " + std::to_string(work.stages) + "; cluster: " +
+                     std::to_string(work.stack) + " x " + std::to_string(work.side) +
+                     (slices ? "; slices: " + std::to_string(plan.clusters / timetable.tiles)
+                             : "; clusters: " + std::to_string(plan.clusters) +
+                                   (plan.shares ? "; tiles shared" : "")) +
+                     copies,
+                 plan.microseconds, [launch, plan] { launch(plan); }, work.shared_bytes};
+    });
+    if (!wanted) continue;
+    const size_t consumers = work.consumers, places = size_t{2} * plan.clusters;
+    sums.needs(plan.shares ? timetable.shared * consumers : 0,
+               plan.shares ? places * consumers * 128 * work.of_sum : 0);
+  }
 }
 
-/// How a product is computed in slices of clusters: how many clusters a tile has; in how many
-/// slices k is cut; and how long that should take.
-struct SlicedPlan {
-  int tiles, clusters, slices;
-  double microseconds;
-};
-
 /// The plan with the number of slices that should be the fastest; none where a slice would have
-/// fewer than kLeastSteps steps, or a multiprocessor more than one. estimate(division) is how long
-/// the product should take with tiles that are so divided.
-template <class Work, typename Estimate>
-std::vector<SlicedPlan> plan_slices(const ProductShape& shape, Estimate estimate) {
-  using Tile = typename Work::Tile;
-  constexpr int kOfCluster = Work::kSlicesOfCluster;
-  const int64_t capacity = clusters_that_fit_once<Work>();
-  const int64_t tiles = Schedule<Tile>::tiles_of(shape);
-  std::vector<SlicedPlan> best;
+/// fewer than kLeastSteps steps, or a multiprocessor more than one.
+inline std::optional<SlicedPlan> plan_slices(const WorkFacts& work, const ProductShape& shape,
+                                             const Estimate& estimate) {
+  const int64_t capacity = work.capacity(), tiles = work.tile.tiles_of(shape);
+  std::optional<SlicedPlan> best;
   for (int64_t clusters = 1; clusters <= capacity / tiles; ++clusters) {
-    const int64_t slices = clusters * kOfCluster;
-    const Schedule<Tile> schedule(shape, static_cast<int>(tiles * slices), true);
-    if (slices > schedule.steps / kLeastSteps || schedule.shared == 0) break;
+    const int64_t slices = clusters * work.slices_of_cluster;
+    const Timetable timetable(work.tile, shape, static_cast<int>(tiles * slices), true);
+    if (slices > timetable.steps / kLeastSteps || timetable.shared == 0) break;
     const double microseconds = estimate(Division{.clusters = static_cast<int>(tiles * slices),
                                                   .rounds = 1.0 / static_cast<double>(slices),
                                                   .pieces = static_cast<double>(clusters),
-                                                  .slices_of_cluster = kOfCluster});
-    if (!best.empty() && microseconds >= best[0].microseconds) continue;
-    best = {{static_cast<int>(tiles), static_cast<int>(clusters), static_cast<int>(slices),
-             microseconds}};
+                                                  .slices_of_cluster = work.slices_of_cluster});
+    if (best && microseconds >= best->microseconds) continue;
+    best = {static_cast<int>(tiles), static_cast<int>(clusters), static_cast<int>(slices),
+            microseconds};
   }
   return best;
 }
 
-/// Offers the way in slices of a SlicedProduct, if there is one. `name`: of its tiles. launch(plan)
-/// launches it.
-template <class Work, typename Estimate, typename Launch>
-void offer_slices(Ways& ways, SharedSums& sums, const ProductShape& shape,
-                  const std::string& name_of_tiles, Estimate estimate, Launch launch) {
-  using Tile = typename Work::Tile;
-  for (const SlicedPlan& plan : plan_slices<Work>(shape, estimate)) {
-    const bool wanted = ways.offer(plan.microseconds, [&] {
-      return Way{name_of_tiles + "; slices: " + std::to_string(plan.slices) +
-                     "; of a cluster: " + std::to_string(Work::kSlicesOfCluster) +
-                     (Tile::kBlocks > 1 ? "; that share copies" : ""),
-                 plan.microseconds, [launch, plan] { launch(plan); },
-                 static_cast<int>(sizeof(typename Work::Shared))};
-    });
-    if (!wanted) continue;
-    const bool in_memory = plan.clusters > 1;
-    const size_t consumers = size_t{kClusterBlocks<Work>} * Tile::kConsumers * plan.tiles;
-    sums.needs(in_memory ? consumers : 0,
-               in_memory ? consumers * plan.clusters * 128 * Work::Part::size() : 0);
-  }
+/// Offers the way in slices of a SlicedProduct, if there is one. launch(plan) launches it.
+inline void offer_slices(Ways& ways, SharedSums& sums, const WorkFacts& work,
+                         const ProductShape& shape, const Estimate& estimate,
+                         const std::function<void(const SlicedPlan&)>& launch) {
+  const std::optional<SlicedPlan> found = plan_slices(work, shape, estimate);
+  if (!found) return;
+  const SlicedPlan plan = *found;
+  const bool wanted = ways.offer(plan.microseconds, [&] {
+    return Way{work.name_of_tile() + "; slices: " + std::to_string(plan.slices) +
+                   "; of a cluster: " + std::to_string(work.slices_of_cluster) +
+                   (work.shares_copies ? "; that share copies" : ""),
+               plan.microseconds, [launch, plan] { launch(plan); }, work.shared_bytes};
+  });
+  if (!wanted) return;
+  const bool in_memory = plan.clusters > 1;
+  const size_t consumers = size_t{1} * work.consumers * plan.tiles;
+  sums.needs(in_memory ? consumers : 0,
+             in_memory ? consumers * plan.clusters * 128 * work.of_sum : 0);
 }
 
-template <class Tile>
-std::string name_of_tile() {
-  return "tile " + std::to_string(Tile::BM) + " x " + std::to_string(Tile::BN) +
-         (kIsTransposed<Tile> ? ", transposed" : "") + (kIsOneRow<Tile> ? ", B read once" : "");
-}
+/// Launches a plan of an owner's: function(owner, plan). All ways share one copy of the owner.
+template <class Owner, class Plan>
+struct LaunchOf {
+  std::shared_ptr<const Owner> owner;
+  void (*function)(const Owner&, const Plan&);
 
-/// tile_microseconds(), or what the epilogue says of a product with it.
+  void operator()(const Plan& plan) const { function(*owner, plan); }
+};
+
+/// The estimate of a product with this epilogue, which may say itself how long it takes.
 template <class Tile, class Epilogue>
-double microseconds_with(const ProductShape& shape, int64_t stride_a, int64_t stride_b,
-                         int64_t stride_c, const Division& division) {
-  if constexpr (requires { Epilogue::template microseconds<Tile>(shape, division); }) {
-    return Epilogue::template microseconds<Tile>(shape, division);
+Estimate estimate_with(const ProductShape& shape, int64_t stride_a, int64_t stride_b,
+                       int64_t stride_c) {
+  if constexpr (requires { Epilogue::template microseconds<Tile>(shape, Division()); }) {
+    return [shape](const Division& division) {
+      return Epilogue::template microseconds<Tile>(shape, division);
+    };
   } else {
-    return tile_microseconds<Tile>(shape, stride_a, stride_b, stride_c, division);
+    return tile_estimate<Tile>(shape, stride_a, stride_b, stride_c);
   }
 }
 
-/// The ways to compute a product: the plans for each Tile. A plan's launch is
-/// launch.operator()<Tile>(plan). The strides are of A's, B's and C's rows, in elements. in_boxes:
-/// only those in which all results leave in boxes.
+/// The ways to compute a product: the plans for each Tile. A plan's launch is the Owner's
+/// launch<Tile>(plan). The strides are of A's, B's and C's rows, in elements. in_boxes: only those
+/// in which all results leave in boxes.
 template <class... Tile>
 struct TileChoice {
-  template <class Epilogue, typename Launch>
+  template <class Epilogue, class Owner>
   static void offer(Ways& ways, SharedSums& sums, const ProductShape& shape, int64_t stride_a,
-                    int64_t stride_b, int64_t stride_c, const Launch& launch,
+                    int64_t stride_b, int64_t stride_c, const std::shared_ptr<const Owner>& owner,
                     bool in_boxes = false) {
     const auto add_plans = [&]<class Each>() {
-      using Work = MatrixProduct<Each, Epilogue>;
       if (!suits<Each>(shape) || (in_boxes && !leaves_in_boxes<Each>())) return;
-      const auto estimate = [&](const Division& division) {
-        return microseconds_with<Each, Epilogue>(shape, stride_a, stride_b, stride_c, division);
-      };
-      for (const ProductPlan& plan : plan_product<Work>(shape, estimate)) {
-        offer_plan<Work>(
-            ways, sums, shape, plan, name_of<Each>(),
-            [launch](const ProductPlan& chosen) { launch.template operator()<Each>(chosen); });
-      }
+      WorkFacts facts = facts_of<MatrixProduct<Each, Epilogue>>();
+      facts.stages = ProductShared<Each>::kStages;
+      const LaunchOf<Owner, ProductPlan> launch = {
+          owner, [](const Owner& of, const ProductPlan& plan) { of.template launch<Each>(plan); }};
+      offer_plans(ways, sums, facts, shape,
+                  estimate_with<Each, Epilogue>(shape, stride_a, stride_b, stride_c), launch);
     };
     (add_plans.template operator()<Tile>(), ...);
-  }
-
-  /// "tile 176 x 192, transposed; stages: 4; cluster: 2 x 1"
-  template <class Each>
-  static std::string name_of() {
-    return name_of_tile<Each>() + "; stages: " + std::to_string(ProductShared<Each>::kStages) +
-           "; cluster: " + std::to_string(Each::kStack) + " x " + std::to_string(Each::kSide);
   }
 };
 

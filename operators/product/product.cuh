@@ -186,6 +186,15 @@ struct Sharers {
   }
 };
 
+/// How many rows and columns of C a cluster has at a time, and how much of k a step has.
+struct ClusterTile {
+  int rows, cols, step;
+
+  constexpr int64_t tiles_of(const ProductShape& of) const {
+    return ((int64_t{of.rows} + rows - 1) / rows) * ((int64_t{of.cols} + cols - 1) / cols);
+  }
+};
+
 /// Which tiles a cluster takes, and in which order. Clusters take whole tiles in turn, for `rounds`
 /// rounds; what is left, `shared` tiles, is divided into ranges of equally many steps, one for each
 /// cluster (stream-K). Of more tiles than clusters at least as many are shared as there are
@@ -193,33 +202,27 @@ struct Sharers {
 /// the next one began with the rest of it. Of fewer tiles than clusters all are shared. Where there
 /// are `slices` times as many clusters as tiles each has one of the equal slices of a tile
 /// (split-K).
-template <class Tile>
-struct Schedule {
-  static constexpr int kRows = Tile::BM * Tile::kStack, kCols = Tile::BN * Tile::kSide;
-  static constexpr int kGroup = 2048 / kRows, kStep = kLine<typename Tile::Element>;
+struct Timetable {
   /// As many as quotient() divides.
   static constexpr int64_t kMostTiles = 1 << 20;
   ProductShape shape;
   int tile_rows, tile_cols, tiles, steps, clusters, rounds, shared;
 
-  static constexpr int64_t tiles_of(const ProductShape& of) {
-    return ((int64_t{of.rows} + kRows - 1) / kRows) * ((int64_t{of.cols} + kCols - 1) / kCols);
-  }
-
   /// With more than kMostTiles an Error. Tiles are not shared where a cluster could not work out
   /// its steps in 32 bits, or where `split` is false, or where no steps would be saved.
-  constexpr Schedule(const ProductShape& of, int cluster_count, bool split)
+  constexpr Timetable(const ClusterTile& tile, const ProductShape& of, int cluster_count,
+                      bool split)
       : shape(of),
-        tile_rows((shape.rows + kRows - 1) / kRows),
-        tile_cols((shape.cols + kCols - 1) / kCols),
+        tile_rows((shape.rows + tile.rows - 1) / tile.rows),
+        tile_cols((shape.cols + tile.cols - 1) / tile.cols),
         tiles(tile_rows * tile_cols),
-        steps((shape.depth + kStep - 1) / kStep),
+        steps((shape.depth + tile.step - 1) / tile.step),
         clusters(cluster_count),
         rounds((tiles + clusters - 1) / clusters),
         shared(0) {
-    if (tiles_of(of) > kMostTiles) {
+    if (tile.tiles_of(of) > kMostTiles) {
       throw Error("a product of " + std::to_string(of.rows) + " rows and " +
-                  std::to_string(of.cols) + " columns has " + std::to_string(tiles_of(of)) +
+                  std::to_string(of.cols) + " columns has " + std::to_string(tile.tiles_of(of)) +
                   " tiles, and " + std::to_string(kMostTiles) + " can be counted");
     }
     const int whole = tiles < clusters ? 0 : tiles / clusters - 1;  // rounds, if the rest is shared
@@ -246,6 +249,17 @@ struct Schedule {
     const int first = cluster_of(begin), last = cluster_of(begin + steps - 1);
     return {of_shared, first, last, first_step(first) < begin ? clusters : 0};
   }
+};
+
+/// The same for a Tile, and where in C its tiles are.
+template <class Tile>
+struct Schedule : Timetable {
+  static constexpr int kRows = Tile::BM * Tile::kStack, kCols = Tile::BN * Tile::kSide;
+  static constexpr int kGroup = 2048 / kRows;
+  static constexpr ClusterTile kTile = {kRows, kCols, kLine<typename Tile::Element>};
+
+  constexpr Schedule(const ProductShape& of, int cluster_count, bool split)
+      : Timetable(kTile, of, cluster_count, split) {}
 
 #if HOPPER_CODE
   struct Place {

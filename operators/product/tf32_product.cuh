@@ -221,15 +221,19 @@ class Tf32Product {
                                           workspace_.stream};
     portable.offer(ways);
     if (is_hopper()) {
+      const auto self = std::make_shared<const Tf32Product>(*this);
       // Rows of C, and how many tiles of 128 columns a cluster has.
       if constexpr (kMath == Math::tf32) {
-        offer<256, 1>(ways), offer<256, 2>(ways), offer<192, 1>(ways), offer<192, 2>(ways);
-        offer<96, 1>(ways);
+        offer<256, 1>(ways, self), offer<256, 2>(ways, self), offer<192, 1>(ways, self),
+            offer<192, 2>(ways, self);
+        offer<96, 1>(ways, self);
       }
-      offer<128, 1>(ways), offer<128, 2>(ways), offer<64, 1>(ways), offer<32, 1>(ways);
-      offer<32, 1, true>(ways), offer<64, 1, true>(ways);
-      offer_slices<128, 2>(ways), offer_slices<128, 4>(ways), offer_slices<64, 4>(ways);
-      offer_slices<32, 2, true>(ways), offer_slices<64, 4, true>(ways);
+      offer<128, 1>(ways, self), offer<128, 2>(ways, self), offer<64, 1>(ways, self),
+          offer<32, 1>(ways, self);
+      offer<32, 1, true>(ways, self), offer<64, 1, true>(ways, self);
+      offer_slices<128, 2>(ways, self), offer_slices<128, 4>(ways, self),
+          offer_slices<64, 4>(ways, self);
+      offer_slices<32, 2, true>(ways, self), offer_slices<64, 4, true>(ways, self);
     }
     sums_.allocate(workspace_);
     return ways.found();
@@ -248,50 +252,50 @@ class Tf32Product {
   using With = std::conditional_t<kOneRow, OneRow<Tile>, Tile>;
 
   template <int kRows, int kBesides, bool kOneRow = false>
-  void offer(Ways& ways) {
+  void offer(Ways& ways, const std::shared_ptr<const Tf32Product>& self) {
     using Tile = With<PlainTf32Tile<kMath, kRows, kBesides>, kOneRow>;
-    using Work = Tf32MatrixProduct<Tile>;
     if (!suits(kRows, kOneRow)) return;
-    const auto estimate = [&](const Division& division) { return microseconds_of<Tile>(division); };
-    for (const ProductPlan& plan : plan_product<Work>(transposed(), estimate)) {
-      offer_plan<Work>(
-          ways, sums_, transposed(), plan,
-          name_of<Tile>() + "; stages: " + std::to_string(Tile::kStages) + "; cluster: 1 x " +
-              std::to_string(kBesides),
-          [self = *this](const ProductPlan& chosen) {
-            self.launch(self.template work<Tile>(
-                {self.transposed(), chosen.clusters, chosen.shares}, chosen.shares));
-          },
-          std::string(A_.copied ? "; A copied" : "") + (B_.copied ? "; B copied" : ""));
-    }
+    const LaunchOf<Tf32Product, ProductPlan> launch = {
+        self, [](const Tf32Product& of, const ProductPlan& plan) {
+          of.launch(
+              of.template work<Tile>({of.transposed(), plan.clusters, plan.shares}, plan.shares));
+        }};
+    offer_plans(ways, sums_, facts_of_tf32<Tf32MatrixProduct<Tile>>(), transposed(),
+                estimate<Tile>(), launch,
+                std::string(A_.copied ? "; A copied" : "") + (B_.copied ? "; B copied" : ""));
   }
 
   /// The way in slices, of which a cluster has kOfCluster beside each other (SlicedProduct).
   template <int kRows, int kOfCluster, bool kOneRow = false>
-  void offer_slices(Ways& ways) {
+  void offer_slices(Ways& ways, const std::shared_ptr<const Tf32Product>& self) {
     using Tile = With<PlainTf32Tile<kMath, kRows, 1>, kOneRow>;
     if (!suits(kRows, kOneRow)) return;
     using Work = SlicedProduct<Tf32MatrixProduct<Tile>, kOfCluster>;
-    product::offer_slices<Work>(
-        ways, sums_, transposed(), name_of<Tile>(),
-        [&](const Division& division) { return microseconds_of<Tile>(division); },
-        [self = *this](const SlicedPlan& plan) {
-          const Schedule<Tile> schedule(self.transposed(), plan.tiles * plan.slices, true);
-          self.launch(Work{self.work(schedule, plan.clusters > 1), plan.clusters});
-        });
+    const LaunchOf<Tf32Product, SlicedPlan> launch = {
+        self, [](const Tf32Product& of, const SlicedPlan& plan) {
+          const Schedule<Tile> schedule(of.transposed(), plan.tiles * plan.slices, true);
+          of.launch(Work{of.work(schedule, plan.clusters > 1), plan.clusters});
+        }};
+    product::offer_slices(ways, sums_, facts_of_tf32<Work>(), transposed(), estimate<Tile>(),
+                          launch);
   }
 
-  template <class Tile>
-  static std::string name_of() {
-    return std::string(kSplit ? "3xTF32" : "TF32") + "; tile " + std::to_string(Tile::BN) + " x " +
-           std::to_string(Tile::BM) + (kIsOneRow<Tile> ? ", B read once" : "");
+  /// The tile is one of C^T; its name says rows and columns of C.
+  template <class Work>
+  static WorkFacts facts_of_tf32() {
+    WorkFacts facts = facts_of<Work>();
+    std::swap(facts.rows, facts.cols);
+    std::swap(facts.stack, facts.side);
+    facts.before = kSplit ? "3xTF32; " : "TF32; ";
+    facts.stages = Work::Tile::kStages;
+    return facts;
   }
 
   /// In 3xTF32 three products read A, which has been written by the copy engine, read, and written
   /// once more as two tiles. Between two steps a consumer splits B and adds up, which counts as so
   /// many further rows.
   template <class Tile>
-  double microseconds_of(const Division& division) const {
+  Estimate estimate() const {
     constexpr int kCols = Tile::BM, kRows = Tile::BN, kProducts = kSplit ? 3 : 1;
     constexpr double kBetween = kSplit ? 96 : 0;
     constexpr TileWork kWork = {.rows = kCols,  // of C^T
@@ -310,11 +314,11 @@ class Tf32Product {
     double copied = 0;
     if (A_.copied) copied += 1.0 * shape_.rows * shape_.depth;
     if (B_.copied) copied += 1.0 * shape_.depth * shape_.cols;
-    return product_microseconds(
-               kCosts, kWork,
-               kSplit ? step_factor(kWork, kSplitTf32Steps) : step_factor(kWork, kTf32Steps),
-               {shape_, 4, 4 * A_.stride, 4 * B_.stride, 4 * c_stride_}, division) +
-           (copied > 0 ? kCosts.copies + kCosts.copy * 8 * copied / memory_rate() : 0);
+    return estimate_of(
+        kCosts, kWork,
+        kSplit ? step_factor(kWork, kSplitTf32Steps) : step_factor(kWork, kTf32Steps),
+        {shape_, 4, 4 * A_.stride, 4 * B_.stride, 4 * c_stride_},
+        copied > 0 ? kCosts.copies + kCosts.copy * 8 * copied / memory_rate() : 0);
   }
 
   /// `shares`: sums go through memory.

@@ -24,8 +24,8 @@ namespace {
 
 // Tiles are counted in 32 bits, and divided approximately: what is too much is known on the host.
 using SmallTile = Tiles<half, 64, 64, 1, 1, 1>;
-static_assert(Schedule<SmallTile>::tiles_of({1 << 28, 8, 8}) > Schedule<SmallTile>::kMostTiles);
-static_assert(Schedule<SmallTile>::tiles_of({1 << 17, 1 << 15, 8}) == 1 << 20);
+static_assert(Schedule<SmallTile>::kTile.tiles_of({1 << 28, 8, 8}) > Timetable::kMostTiles);
+static_assert(Schedule<SmallTile>::kTile.tiles_of({1 << 17, 1 << 15, 8}) == 1 << 20);
 static_assert(Schedule<SmallTile>({64 * 100, 64 * 2, 1 << 20}, 66, true).shared == 68);
 static_assert(Schedule<SmallTile>({64 * 100, 64 * 2, 1 << 25}, 66, true).shared == 0);
 
@@ -191,7 +191,7 @@ bool right_in_tf32(const ProductShape& shape, bool split, int slices = 0) {
   const int capacity = clusters_that_fit(kernel, kClusterBlocks<Work>, Tile::kThreads, kBytes);
   if (capacity == 0) return true;
   const ProductShape transposed{shape.cols, shape.rows, shape.depth};
-  const int tiles = static_cast<int>(Schedule<Tile>::tiles_of(transposed));
+  const int tiles = static_cast<int>(Schedule<Tile>::kTile.tiles_of(transposed));
   const int steps = Schedule<Tile>(transposed, 1, false).steps;
   slices = slices_of(slices, kOfCluster, steps);
   if (slices == 0 && kOfCluster > 1) return true;

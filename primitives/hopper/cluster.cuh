@@ -21,8 +21,8 @@ namespace primitives {
 /// How many clusters of `blocks` blocks of `kernel` the device holds at a time; perhaps none. For a
 /// device without clusters it is how many there would be with one block on each multiprocessor, so
 /// that plans can be made there, too.
-template <typename Kernel>
-int clusters_that_fit(Kernel* kernel, unsigned blocks, unsigned threads, size_t shared_bytes) {
+inline int clusters_that_fit(AnyKernel kernel, unsigned blocks, unsigned threads,
+                             size_t shared_bytes) {
   if (!is_hopper()) return std::max(1, multiprocessors() / static_cast<int>(blocks));
   cudaLaunchAttribute cluster;
   cluster.id = cudaLaunchAttributeClusterDimension;
@@ -35,14 +35,14 @@ int clusters_that_fit(Kernel* kernel, unsigned blocks, unsigned threads, size_t 
   config.attrs = &cluster;
   config.numAttrs = 1;
   int clusters = 0;
-  check(cudaOccupancyMaxActiveClusters(&clusters, kernel, &config),
+  check(cudaOccupancyMaxActiveClusters(&clusters, kernel.address, &config),
         "cudaOccupancyMaxActiveClusters");
   return clusters;
 }
 
 /// The same for a kernel that has to fit: it throws if none does.
-template <typename Kernel>
-int resident_clusters(Kernel* kernel, unsigned blocks, unsigned threads, size_t shared_bytes) {
+inline int resident_clusters(AnyKernel kernel, unsigned blocks, unsigned threads,
+                             size_t shared_bytes) {
   const int clusters = clusters_that_fit(kernel, blocks, threads, shared_bytes);
   if (clusters == 0) {
     throw Error("no cluster of " + std::to_string(blocks) + " blocks fits on this device of " +
