@@ -18,17 +18,17 @@
 //   - of B two neighbours of a column: column l / 4, rows 2 * (l % 4) and 2 * (l % 4) + 1. Lane 5
 //     has rows 2 and 3 of column 1.
 //
-// A lane's registers alone mean nothing. To load them is a warp's joint work as well, and there is
-// an instruction for it, ldmatrix: the lanes pass the addresses of rows in shared memory, and
-// receive elements of these rows.
+// A lane's registers are only a part of each matrix. To load a matrix is a warp's joint work, too,
+// and there is an instruction for it, ldmatrix: the lanes pass the addresses of rows in shared
+// memory, and receive elements of these rows.
 //
-// That changes what is scarce. The arithmetic of lesson 2's inner loop, 128 multiply-adds of a
-// thread, now takes two instructions. Two things decide how much of the tensor cores' rate is left:
+// Now other things are scarce. The arithmetic of lesson 2's inner loop, 128 multiply-adds of a
+// thread, takes two instructions. Two things decide how much of the tensor cores' rate is left:
 //
 //   - Shared memory. It has 32 banks of 4 bytes, so places that are a multiple of 128 bytes apart
 //     are in the same bank. ldmatrix reads 8 rows of 16 bytes at a time. If the rows of a tile are
 //     a multiple of 128 bytes apart, all 8 are in the same banks and are read one after the other.
-//     So the tile needs another layout, either padded rows or permuted ones.
+//     So the tile needs another layout: longer rows, or rows whose pieces change places.
 //   - Instructions. Those for addresses, bound checks and copies take cycles in which no mma.sync
 //     starts. And there are few warps, too few to fill the time that a load takes: loads have to
 //     start long before what they bring is needed.
@@ -55,11 +55,11 @@
 // The kernels that are not marked (Hopper) need compute capability 7.5 or more. (At 7.5 a thread
 // waits for each of its copies.) The CPU backend, which runs lessons without a GPU, runs all.
 //
-// At the first reading take n as a multiple of all tiles. Then whatever checks for the edges of a
-// matrix always finds that it is inside, kWhole, kAligned and kEven are true, and kWidth is 8. The
-// kernels down to *double buffering* are the core path. Those for Hopper come after it, and have a
-// first reading of their own (see "How to read the kernels for Hopper"). What a kernel calls from
-// primitives/ is explained where it is first used.
+// At the first reading take n as a multiple of all sizes of tiles. Then no check finds an element
+// outside of a matrix. kWhole, kAligned and kEven are true, and kWidth is 8. The kernels down to
+// *double buffering* are the core path. Those for Hopper come after it, and have a first reading of
+// their own (see "How to read the kernels for Hopper"). What a kernel calls from primitives/ is
+// explained where it is first used.
 
 #include "primitives/async_copy.cuh"
 #include "primitives/hopper/pipeline.cuh"
@@ -108,10 +108,11 @@ __device__ void load_global(Fragment& fragment, const half* from, int row0, int 
 // A block is kSide x kSide warps: threadIdx.x is the lane, y and z are the warp's column and row.
 constexpr int kSide = 4;
 
-// As lesson 1, with a warp in the place of a thread. Each warp owns one 16 x 16 tile of C and walks
-// along k in steps of 16. It keeps only its sums. For every product it loads two matrices from
-// memory: 512 elements for 4096 multiply-adds. Four of the block's 16 warps need the same matrix.
-// The first of them reads it from memory. The others find it in the L1 cache, if it is still there.
+// This is lesson 1 with a warp in the place of a thread. Each warp owns one 16 x 16 tile of C and
+// walks along k in steps of 16. It keeps only its sums. For every product it loads two matrices
+// from memory: 512 elements for 4096 multiply-adds. Four of the block's 16 warps need the same
+// matrix. The first of them reads it from memory. The others find it in the multiprocessor's L1
+// cache, if it is still there.
 //
 // The sums are fp32 and C is fp16. A lane that stores a rounded sum has to know its row and column,
 // and WMMA does not say them. So store_rounded (primitives/wmma_fragments.cuh) lets WMMA store the
@@ -212,11 +213,11 @@ __global__ void __launch_bounds__(32 * kWarpsM * kWarpsN)
 
 // Blocks start in the order of their numbers, as many as fit on the GPU at a time. Those that run
 // at the same time share the L2 cache: what one block has read, the others find there. So which
-// tiles of C should they have? Take tiles of 256 x 128 elements, as in *lean*, below. An H100
-// works on 132 of them at a time. At N = 4096 a row of tiles has 32 of them. Taken row by row, 132
-// tiles are about four rows of tiles, 1056 rows of C with all their 4096 columns. Then the blocks
-// read 1056 rows of A and 4096 columns of B. Or the 132 tiles can be a square of about 2080 x 2080.
-// Then the blocks read 2080 rows and 2080 columns, which is less.
+// tiles of C should they have? Take tiles of 256 x 128 elements, as in *lean*, below. An H100 works
+// on 132 of them at a time, one on each multiprocessor. At N = 4096 a row of tiles has 32 of them.
+// Taken row by row, 132 tiles are about four rows of tiles, 1056 rows of C with all their 4096
+// columns. Then the blocks read 1056 rows of A and 4096 columns of B. Or the 132 tiles can be a
+// square of about 2080 x 2080. Then the blocks read 2080 rows and 2080 columns, which is less.
 //
 // So kGroup rows of tiles form a group, and the numbers of the blocks go down one column of the
 // group, then down the next column. With tiles of 256 x 128 kGroup is 8. So a group has 2048 rows
@@ -246,10 +247,11 @@ __device__ void tile_of_block(int tiles_m, int tiles_n, int& tile_m, int& tile_n
 // ---- swizzled tiles -----------------------------------------------------------------------------
 
 // A piece is 16 bytes of a row, 8 elements. A swizzle leaves each element in its own row and in its
-// own piece, but the pieces of a row change places, in each row differently. With rows of 64
-// columns, piece p of row r lies at place p ^ (r % 8). Then the same piece of 8 rows lies on 8
-// different groups of banks. So neither the copies nor ldmatrix meet a bank twice, and no row needs
-// padding. swizzle<kCols>(row, col) (primitives/mma.cuh) is where an element lies in the tile.
+// own piece, but the pieces of a row change places, and where they go depends on the row. With rows
+// of 64 columns, piece p of row r lies at place p ^ (r % 8). Then the same piece of 8 rows, which
+// ldmatrix reads together, lies on 8 different groups of banks. And a row still fills all banks
+// once. So neither the copies nor ldmatrix meet a bank twice, and no row needs padding.
+// swizzle<kCols>(row, col) (primitives/mma.cuh) is where an element lies in the tile.
 //
 // What about rows of other lengths? Two rows of 32 columns share 128 bytes, the width of all banks,
 // and each has only four pieces. There piece p of row r lies at place p ^ (r / 2 % 4). A row of 128
@@ -298,9 +300,9 @@ __device__ void store_pair(half* C, int row, int col, int n, float left, float r
   }
 }
 
-// As *wmma shared*, but with the instructions themselves, mma.sync and ldmatrix. ldmatrix takes an
+// This is *wmma shared* with the instructions themselves, mma.sync and ldmatrix. ldmatrix takes an
 // address for each row of 16 bytes, so tiles may be swizzled. (WMMA wants a fixed distance between
-// rows.) And it is known which elements a lane holds: it rounds and stores its sums from registers.
+// rows.) And a lane knows which elements it has, so it rounds and stores sums from registers.
 //
 // One ldmatrix, in the code ldmatrix_x4, loads 16 x 16 elements, as four matrices of 8 x 8:
 //
@@ -317,7 +319,7 @@ __device__ void store_pair(half* C, int row, int col, int n, float left, float r
 // The right factor of product j is in registers 2 * (j % 2) and 2 * (j % 2) + 1 of b[j / 2].
 //
 // kWidth is how many elements a copy moves. It is 8, which are 16 bytes, if n is a multiple of 8.
-// It is 2 if n is only even. Else it is 1, and elements are copied through registers.
+// It is 2 for other even n. For odd n it is 1, and elements are copied through registers.
 template <int BM, int BN, int BK, int kWarpsM, int kWarpsN, int kWidth>
 __global__ void __launch_bounds__(32 * kWarpsM * kWarpsN)
     matmul_ldmatrix(const half* A, const half* B, half* C, int n) {
@@ -375,9 +377,9 @@ __global__ void __launch_bounds__(32 * kWarpsM * kWarpsN)
 
 // ---- stages -------------------------------------------------------------------------------------
 
-// As *swizzled tiles*, but there are kStages stages in shared memory. A stage has room for the two
-// tiles of one step, of A and of B: the tensor cores work on one stage while the copies for the
-// next ones are on their way. It is lesson 2's *async*, whose loop has a name: copies_ahead
+// This is *swizzled tiles* with kStages stages in shared memory. A stage has room for the two tiles
+// of one step, of A and of B. The tensor cores work on one stage while the copies for the next ones
+// are on their way. The idea is that of lesson 2's *async*. Here its loop has a name, copies_ahead
 // (primitives/async_copy.cuh). It starts the copies of the first kStages - 1 steps, and closes a
 // group for each step. next() waits for the group of the next step, and for the whole block at the
 // step's only barrier. It starts the copies of the step that is kStages - 1 further on. Then it
@@ -442,12 +444,12 @@ __global__ void __launch_bounds__(32 * kWarpsM * kWarpsN)
 
 // ---- lean ---------------------------------------------------------------------------------------
 
-// Of the instructions of *stages* one in five is an ldmatrix or an mma.sync. (Read from a profiler;
-// `results/` does not have this.) Most of the others work out addresses. Here these are worked out
-// once, as in lesson 2's *lean*: by TileCopies for the copies, and in the kernel for ldmatrix.
+// Of the instructions of *stages* one in five is an ldmatrix or an mma.sync. (A profiler says so;
+// `results/` does not.) Most of the others work out addresses. Here these are worked out once, as
+// in lesson 2's *lean*: by TileCopies for the copies, and in the kernel for ldmatrix.
 
-// The sizes that follow from a choice of tiles. Shared memory has room for kStages stages. In
-// *double buffering* it has to hold the rounded tile of C as well, after the last step.
+// The sizes that follow from a choice of tiles. Shared memory has room for kStages stages. After
+// the last step of *double buffering* the same place has to hold the rounded tile of C.
 template <int kBM, int kBN, int kBK, int kWarpsM, int kWarpsN, int kStages>
 struct MmaTiles {
   static constexpr int BM = kBM, BN = kBN, BK = kBK, kThreads = 32 * kWarpsM * kWarpsN;
@@ -606,11 +608,11 @@ __global__ void __launch_bounds__(32 * kWarpsM * kWarpsN, 1)
 
 // ---- double buffering ---------------------------------------------------------------------------
 
-// Lesson 2's *ahead*, for tensor cores. Double buffering means that there are two buffers for the
-// same thing: one is filled while the other is read. (*stages* does it with tiles in shared memory,
-// and has more than two.) Here a buffer is the registers for the fragments of 16 of k. While the
-// products of these are on the tensor cores, ldmatrix loads the fragments of the next 16 into the
-// other buffer. A step has BK = 64 of k, so this is done four times:
+// This is lesson 2's *ahead*, for tensor cores. Double buffering means that there are two buffers
+// for the same thing: one is filled while the other is read. (*stages* does it with tiles in shared
+// memory, and has more than two.) Here a buffer is the registers for the fragments of 16 of k.
+// While the products of these are on the tensor cores, ldmatrix loads the fragments of the next 16
+// into the other buffer. A step has BK = 64 of k, so this is done four times:
 //
 //     products of k =        0           16           32           48
 //     meanwhile loaded:     16           32           48     0 of the next step
@@ -691,9 +693,9 @@ __global__ void __launch_bounds__(32 * kWarpsM * kWarpsN, 1)
         if (writing == end) writing = mma_tiles;
       }
       const int buffer = k / 16 % 2;
-      // Along a row of `sum`, then back along the next one. So where the way turns back, two
-      // products that follow each other have the same fragment of B. (What that gains was not
-      // recorded.)
+      // The products go along a row of `sum`, then back along the next one. So where the way turns
+      // back, two products that follow each other have the same fragment of B. (What that gains was
+      // not recorded.)
 #pragma unroll
       for (int i = 0; i < WM / 16; ++i) {
 #pragma unroll
@@ -744,8 +746,9 @@ __global__ void __launch_bounds__(32 * kWarpsM * kWarpsN, 1)
 // instructions.)
 
 // What a stage has room for: a tile of A, BM x 64, and one of B, 64 x BN. A box is what one copy of
-// Hopper's copy engine brings: some rows of 64 columns. The tile of A, a LeftTile, is one box of BM
-// rows. The tile of B, a RightTile, is BN / 64 boxes of 64 rows, one for each 64 columns.
+// Hopper's copy engine brings: some rows of 64 columns, swizzled as above, as wgmma expects them.
+// The tile of A, a LeftTile, is one box of BM rows. The tile of B, a RightTile, is BN / 64 boxes of
+// 64 rows, one for each 64 columns.
 template <int BM, int BN>
 struct Stage {
   LeftTile<half, BM> a;
@@ -753,10 +756,10 @@ struct Stage {
 };
 
 #if HOPPER_CODE
-// Writes a warpgroup's sum as fp16 to C (n x n) at (row0, col0), straight from the registers: four
-// threads store 16 neighbouring bytes. A warpgroup is four warps. Sum<kCols> is 64 x kCols sums,
-// which its threads hold together. A thread's own are in `elements`, its fragment: element i is in
-// row sum.row(i) and column sum.col(i) of the sum.
+// A warpgroup is four warps. Sum<kCols> is 64 x kCols sums, which the threads of a warpgroup hold
+// together. A thread has its fragment in `elements`: element i is in row sum.row(i) and column
+// sum.col(i) of the sum. store_sum writes a sum as fp16 to C (n x n) at (row0, col0), straight from
+// the registers: four threads store 16 neighbouring bytes.
 template <int kCols>
 __device__ void store_sum(const Sum<kCols>& sum, half* C, int row0, int col0, int n) {
 #pragma unroll
@@ -793,9 +796,9 @@ __device__ void store_sum(const Sum<kCols>& sum, half* C, int row0, int col0, in
 // Tiles are taken row by row here and in *warp specialization*, column by column in *tile
 // scheduler* and *clusters*. *rasterization* takes them in groups again.
 //
-// `A` and `B` are tensor maps (CUtensorMap): each says what the copy engine has to know of a
-// matrix, and the host has made it. The copy engine needs a map's address; `__grid_constant__` lets
-// it have that of the kernel's argument.
+// `A` and `B` are tensor maps (CUtensorMap), made by the host. Each says what the copy engine has
+// to know of a matrix. The copy engine needs a map's address. By `__grid_constant__` this is the
+// address of the argument itself, not of a thread's copy.
 template <int kStages>
 __global__ void __launch_bounds__(128)
     matmul_wgmma(const __grid_constant__ CUtensorMap A, const __grid_constant__ CUtensorMap B,
@@ -862,7 +865,7 @@ __global__ void __launch_bounds__(128)
 // The warpgroup above stops in every step: it waits until its products are done, and has the stage
 // filled again. Warp specialization means that warps of a block have different tasks. A block is
 // three warpgroups. One is the producer, which only starts copies. Two are consumers. Each of them
-// multiplies 64 rows of a 128 x 256 tile, and stores them at the end. Each stage has two barriers,
+// computes 64 rows of a 128 x 256 tile, and stores them at the end. Each stage has two barriers,
 // by which producer and consumers wait for each other:
 //   - full: the tiles are there. The producer announces their bytes, the copy engine brings them.
 //   - empty: both consumers have multiplied the tiles, so the producer may overwrite them. Each
@@ -880,8 +883,8 @@ __global__ void __launch_bounds__(128)
 // `ring.parity`. The producer waits for phase r - 1 of `empty`, whose parity is the other one,
 // `ring.parity ^ 1`.
 //
-// For example, with four stages step 5 is in stage 1, in lap 1. Its consumers wait for phase 1 of
-// `full`, parity 1. The producer waits for phase 0 of `empty`, parity 0, which ends when both
+// For example, with four stages step 5 is in stage 1, in lap 1. There the consumers wait for phase
+// 1 of `full`, parity 1. The producer waits for phase 0 of `empty`, parity 0, which ends when both
 // consumers have multiplied step 1. In lap 0 the producer has nothing to wait for, and its wait,
 // for parity 1, ends at once: a new barrier behaves as if a phase of parity 1 were over.
 //
@@ -955,7 +958,7 @@ __global__ void __launch_bounds__(384, 1)
 //
 // And the copy engine stores. What is done with the sums before they are written is the epilogue.
 // Here the consumers round their sums to fp16, and put them into boxes in shared memory, swizzled
-// as the copy engine expects them. From there the copy engine takes them to C in whole lines of 128
+// as the copy engine expects them. From there the copy engine takes them to C in whole rows of 128
 // bytes, while the consumers go on with the next tile. A tile is stored in two panels, of 128
 // columns each. With kBuffers = 2 each panel has a buffer of its own (double buffering again), so
 // the second panel need not wait until the first one has left.
@@ -974,10 +977,11 @@ struct PersistentShared {
 #if HOPPER_CODE
 // Waits until the copy engine has read the boxes of consumer `consumer`, so that they may be
 // written again. By tensor_store_wait_read<0>() a thread can wait only for stores that it has
-// started itself, so one thread of a consumer does both. warp_of_block() is the number of the warp
-// in the block. elect_one() is true for one lane of a warp, each time the same one. (`threadIdx.x %
-// 128 == 0` is true for one thread, too. But from elect_one() the compiler knows that only one
-// thread of the warp goes on. So it does not put a loop over the warp's threads around each copy.)
+// started itself, so the thread that starts a consumer's stores waits for them. warp_of_block() is
+// the number of the warp in the block. elect_one() is true for one lane of a warp, each time the
+// same one. (`threadIdx.x % 128 == 0` is true for one thread, too. But from elect_one() the
+// compiler knows that only one thread of the warp goes on. So it does not put a loop over the
+// warp's threads around each copy.)
 //
 // The other threads wait at named_barrier(id, threads). That is a barrier for so many threads of
 // the block: here for the 128 threads of one consumer, with the id 1 or 2. (The id 0 is the whole
@@ -1002,8 +1006,8 @@ __device__ void store_tile(PersistentShared<kStages, kBuffers>& shared, int cons
   //     matrix 1   matrix 3
   //
   // Of each 8 columns of the sum a thread has four elements: two neighbours in one row, and the two
-  // in the same columns, 8 rows below. Of 16 columns it has eight, `s` below, and each pair of them
-  // is in another matrix. For example, thread 0 has these for the first 16 columns:
+  // in the same columns, 8 rows below. Of 16 columns it has eight, `s` below: four pairs, each in a
+  // matrix of its own. For example, thread 0 has these for the first 16 columns:
   //
   //     s[0], s[1]   row 0, columns 0 and 1   matrix 0
   //     s[2], s[3]   row 8, columns 0 and 1   matrix 1
@@ -1051,7 +1055,7 @@ __global__ void __launch_bounds__(384, 1)
   constexpr int BM = Shared::BM, BN = Shared::BN;
   extern __shared__ __align__(1024) char bytes[];
   Shared& shared = *reinterpret_cast<Shared*>(bytes);
-  // A block alone; alone.meet() is its barrier. (In *clusters* a BlockGrid is several blocks.)
+  // The block is alone, and alone.meet() is its barrier. (In *clusters* a BlockGrid is two blocks.)
   const BlockGrid<1, 1> alone;
   const int steps = (n + kStepK - 1) / kStepK;
   const int tile_rows = (n + BM - 1) / BM, tile_cols = (n + BN - 1) / BN;
@@ -1188,8 +1192,8 @@ __global__ void HOPPER_CLUSTER(2) __launch_bounds__(384, 1)
 
 // Rasterization is the order in which tiles are taken; here it is another one. (A tile is that of a
 // cluster here, 256 x 256.) By now the tensor cores wait so seldom that the card reaches the limit
-// of its power, and its clock falls. From here on the power that it takes to bring a byte matters
-// more than the time when it arrives, and a byte from memory takes the most. So as much as possible
+// of its power, and its clock falls. From here on the power that a byte costs on its way matters
+// more than the time when it arrives, and a byte from memory costs the most. So as much as possible
 // of what a tile needs should still be in the L2 cache:
 //   - Tiles are taken in groups of kGroup rows of tiles, so that those of one round, which all
 //     clusters work on at the same time, form a square of C (as with tile_of_block, above).
@@ -1207,24 +1211,25 @@ __global__ void HOPPER_CLUSTER(2) __launch_bounds__(384, 1)
 //                    11   9   7
 //
 //   - What one cluster has read from memory, the other clusters find in the L2 cache. If the cache
-//     does not hold all that the tiles of a square need, they find it there only while all of them
+//     does not hold all that the tiles of a square need, they find it there only while all clusters
 //     are at about the same k. So then the clusters keep in step: Pace makes the fast ones wait.
 //     (At N = 4096 a square needs 34 MB. The H100's L2 cache holds that, and nobody waits.)
 
 #if HOPPER_CODE
 // dividend / divisor, rounded down, for numbers from 0 to 2^20. It is computed in fp32, in 6
 // instructions instead of 30. The 0.5 keeps the quotient at least 0.5 / divisor away from every
-// whole number. The error of __fdividef is smaller than that.
+// whole number. The error of __fdividef is smaller: at most 2 units in the last place of the
+// quotient (CUDA C++ Programming Guide, "Intrinsic Functions").
 __device__ inline int quotient(int dividend, int divisor) {
   return static_cast<int>(__fdividef(dividend + 0.5f, static_cast<float>(divisor)));
 }
 
 // Keeps the clusters in step. A pace is kSteps steps. In each cluster the producer of block 0
-// counts its paces. All add to one number in memory, which GridCount makes atomic. A cluster that
-// is more than one pace ahead of the mean waits. For example, one of 64 clusters that has just made
-// its third pace waits until all together have made 2 * 64. But it looks at this number only
-// kPatience times. Waiting only saves reads, and some clusters may not have got a multiprocessor
-// yet.
+// counts its paces. All add to one number in memory, by the atomic operations of GridCount. A
+// cluster that is more than one pace ahead of the mean waits. For example, one of 64 clusters that
+// has just made its third pace waits until all together have made 2 * 64. But it looks at this
+// number only kPatience times: waiting saves reads of memory, but the result does not need it, and
+// some clusters may not have got a multiprocessor yet.
 struct Pace {
   static constexpr int kSteps = 16, kPatience = 256;  // kPatience: how often to look
   unsigned* total;
@@ -1242,9 +1247,9 @@ struct Pace {
     ++mine;
   }
 
-  // Nobody shall wait for this cluster any more: it counts as having made `most` paces. Then all
-  // clusters together have made most * clusters, and the one that counts the last of them leaves a
-  // 0 for the next launch.
+  // Nobody shall wait for this cluster any more: it counts as having made `most` paces. When all
+  // clusters have done so, the number is most * clusters, and the one that adds the last of them
+  // leaves a 0 for the next launch.
   __device__ void end(unsigned most) {
     const GridCount counter(*total);
     const unsigned rest = most - mine;
@@ -1275,8 +1280,8 @@ __global__ void HOPPER_CLUSTER(2) __launch_bounds__(384, 1)
   struct Place {
     int row, col;
   };
-  // Groups of kGroup rows of tiles; within a group column by column, and every second group from
-  // the right to the left.
+  // Where a tile is: the order goes through groups of kGroup rows of tiles, within a group column
+  // by column, and in every second group from the right to the left.
   const auto place = [&](int tile) {
     const int group = quotient(tile, kGroup * tile_cols);
     const int within = tile - group * kGroup * tile_cols;
@@ -1397,7 +1402,7 @@ void add_mma(Problem& square, Buffer<half> A, Buffer<half> B, Buffer<half> C, in
 }
 
 // The tensor map of a factor, which many blocks read. A copy brings a box of `rows` rows. (`false`:
-// nothing is rounded to TF32. The last n: a row begins n elements after the one above it.)
+// nothing is rounded on the way. The last n: a row begins n elements after the one above it.)
 CUtensorMap map_of(const half* matrix, int n, int rows) {
   return tensor_map<half>(matrix, n, n, rows, false, n, Reads::often);
 }
@@ -1406,7 +1411,7 @@ template <int kStages, int kBuffers>
 void add_persistent(Problem& square, Buffer<half> A, Buffer<half> B, Buffer<half> C, int n,
                     const Device& device) {
   constexpr int kBytes = sizeof(PersistentShared<kStages, kBuffers>), kGroup = 8;
-  const dim3 tiles = tiles_of<128, 256>(n), pairs = tiles_of<256, 256>(n);  // of tiles
+  const dim3 tiles = tiles_of<128, 256>(n), pairs = tiles_of<256, 256>(n);  // pairs of tiles
   allow_shared_bytes(matmul_persistent<kStages, kBuffers>, kBytes);
   // How many blocks to launch, if device.sms of them fit. Take 512 tiles and room for 132 blocks:
   // some blocks get four tiles, and none gets more. With 128 blocks each gets four, so 128 are
