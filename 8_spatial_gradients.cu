@@ -5,12 +5,13 @@
 //     out = tanh(u),  u = xr * ar + xi * ai                                                 (V, W)
 //     Gr, Gi (V, E), x (E, W), Lr, Li (W, W): bf16, row-major; fp32 accumulation
 //
-// Lesson 7 was one block of DiffusionNet (Sharp, Attaiki, Crane, Ovsjanikov, arXiv 2012.00888),
-// this is the other one. W features, given by E coefficients each, have a gradient along the
-// surface at each of the mesh's V vertices: a complex number xr + i xi in the vertex's tangent
-// plane. Learned weights Lr + i Li mix and rotate the gradients of a vertex to ar + i ai. The
-// result says how much a gradient and its mixed gradient point the same way: tanh of their scalar
-// product u. Backward, given dOut (V, W), with g = dOut * (1 - tanh(u)^2) and
+// Lesson 7 was one block of DiffusionNet (Sharp, Attaiki, Crane, Ovsjanikov, arXiv 2012.00888), and
+// this is another one. Each of W features, given by E coefficients, has a gradient along the
+// surface at each of the mesh's V vertices. Its two components, in the plane that touches the
+// surface there, are the complex number xr + i xi. Learned weights Lr + i Li mix and rotate the
+// gradients of a vertex to ar + i ai. The result says how much a gradient and its mixed gradient
+// point the same way: tanh of their scalar product u. Backward, dOut (V, W) is given, the gradient
+// with respect to out. With g = dOut * (1 - tanh(u)^2) the other gradients follow from P, Q, R, S:
 //
 //     P = g * xr,  Q = g * xi,  R = g * ar,  S = g * ai                                     (V, W)
 //     dLr = P^T xr + Q^T xi,  dLi = Q^T xr - P^T xi                                         (W, W)
@@ -21,11 +22,11 @@
 // to xr and xi, as far as these are factors in u. But xr and xi are also factors in ar and ai: from
 // there come the terms with Lr and Li in dx.
 //
-// With E = 128 and W = 256 that is 4 V E W + 8 V W W operations forward, 650 000 a vertex, for the
+// With E = 128 and W = 256 that is 4 V E W + 8 V W W operations forward, 655 000 a vertex, for the
 // 1024 bytes that a vertex has in Gr, Gi and out. Arithmetic is the limit, as in lesson 3, if xr,
 // xi, ar and ai stay on chip. Each is as large as out: written to memory and read again, they would
-// be the limit. So fuse. But a fused kernel is only faster if its tensor cores are as busy as those
-// of a plain product: their operands have to be there in time.
+// be the limit. So fuse. But now the tensor cores of the fused kernel should be as busy as those of
+// a plain product: their operands have to be there in time.
 //
 // A complex product costs four real ones. They come in pairs: xr and xi each meet Lr and Li, so
 // each operand that is loaded is used twice, and so is each fragment in a register. That makes this
@@ -59,7 +60,7 @@
 //     associated             x, M1, M2 stay on chip, and Gr, Gi stream through it; also backward
 //     warp specialization    one thread copies by TMA, and groups of four warps multiply by wgmma,
 //                            as in lesson 3: forward each of two has every other tile; backward two
-//                            make P, Q, R and S, and a third one adds up
+//                            make P, Q, R and S, and a third one computes the sums over V
 //     cluster                two blocks fetch each tile of Gr and Gi once for both
 //
 // The first three need compute capability 8.0 (bf16 on tensor cores), the last two need 9.0. The
@@ -84,16 +85,16 @@
 using namespace problems;
 using namespace primitives;
 
-// E and W are multiples of 8: every row starts at a multiple of 16 bytes.
 using bf16 = __nv_bfloat16;
+// E and W are multiples of 8: every row starts at a multiple of 16 bytes.
 using Shape = GradientsShape;
 using Operands = GradientsOperands;
 
 // ---- one kernel ---------------------------------------------------------------------------------
 
-// All portable kernels multiply tiles in shared memory. Long rows are cut into boxes of 64 columns,
-// each a tile of its own, swizzled. What differs from kernel to kernel is where tiles come from,
-// and how long they stay.
+// The kernels that do not need Hopper multiply tiles in shared memory. Long rows are cut into boxes
+// of 64 columns, each a tile of its own, swizzled. What differs from kernel to kernel is where
+// tiles come from, and how long they stay.
 //
 // The words, from primitives/:
 //   - load_left loads a warp's fragments of a left factor from a tile to registers, load_right
@@ -106,7 +107,8 @@ using Operands = GradientsOperands;
 //     pair_in is the place of one in a tile. pack2 rounds a pair to one register, and unpack2 makes
 //     two floats of that again.
 //   - to_tile rounds a warp's sums into a tile in shared memory. store_results stores a warp's
-//     results to a matrix, by way of `staging`, shared memory of the warp's own.
+//     results to a matrix, by way of `staging`, shared memory of the warp's own. The function that
+//     it is given computes pair (i, j) of the results.
 constexpr int kBox = 64;
 constexpr int kTile = kBox * kBox;  // elements of a square tile: 8 KB
 __host__ __device__ constexpr int boxes_of(int64_t extent) {
@@ -119,8 +121,8 @@ constexpr int kThreads = 128, kStages = 2;
 __device__ int warp_row() { return threadIdx.x / 64 * 32; }
 __device__ int warp_col() { return threadIdx.x / 32 % 2 * 32; }
 
-// xr += Gr x, xi += Gi x for 64 of the inner dimension. A fragment of x is used four times, those
-// of Gr and Gi twice.
+// xr += Gr x, xi += Gi x for 64 of the inner dimension. If fragments are counted as 16 x 16, each
+// one of x is used four times, and each one of Gr and Gi twice.
 __device__ void add_gradient(Sums<32, 32>& xr, Sums<32, 32>& xi, const bf16* Gr_tile,
                              const bf16* Gi_tile, const bf16* x_tile) {
 #pragma unroll
@@ -166,9 +168,9 @@ __device__ unsigned features(float2 xr, float2 xi, float2 ar, float2 ai) {
 // first phase ends, the first tiles of Lr and Li are on their way.
 //
 // A block fetches all of x, Lr and Li, 320 KB, however many rows it has. With more than 64 rows it
-// would use what it fetches for more of them. But then only one block, not two, would fit on a
-// multiprocessor (with 64 rows a block has 112 KB). While that one computes tanh and stores 64
-// columns, the tensor cores would have nothing to do.
+// would fetch less for each row. But then only one block, not two, would fit on a multiprocessor
+// (with 64 rows a block has 112 KB). While that one computes tanh and stores 64 columns, the tensor
+// cores would have nothing to do.
 //
 // A stage has room for three tiles: Gr, Gi, x in the first phase, Lr, Li in the second. So in the
 // second phase the third tile of the first stage is free: it is the staging area of the results.
@@ -177,7 +179,8 @@ int64_t one_kernel_bytes(int64_t W) {
 }
 __global__ void __launch_bounds__(kThreads) gradient_features(Operands in) {
   extern __shared__ __align__(128) bf16 tiles[];
-  // `boxes` of 64 columns cover E, `groups` of 64 columns cover W.
+  // `boxes` of 64 columns cover E, the inner dimension of the first phase, and `groups` of 64
+  // columns cover W, that of the second phase.
   const int boxes = boxes_of(in.E), groups = boxes_of(in.W);
   const int first_phase = groups * boxes, steps = first_phase + groups * groups;
   const int64_t v0 = static_cast<int64_t>(blockIdx.x) * kBox;
@@ -231,11 +234,11 @@ __global__ void __launch_bounds__(kThreads) gradient_features(Operands in) {
 
 // M1 = x Lr^T and M2 = x Li^T are products with E rows, and backward ends with such products, too.
 // They have few results and long sums. One block for each 64 x 64 results would leave most of the
-// GPU idle, and there is so little to do that what counts is how often one waits. So a block owns
-// only 32 x 32 results, and its eight warps divide the inner dimension among themselves: a step is
-// 128 of it, and each warp multiplies 16 of these, for all results. At the end the warps' sums are
-// added up in shared memory. That is split-K in a block. The copies of up to four steps are under
-// way at once.
+// GPU idle, and there is so little to do that what counts is how often a block waits for memory. So
+// a block owns only 32 x 32 results, and its eight warps divide the inner dimension among
+// themselves: a step is 128 of it, and each warp multiplies 16 of these, for all results. At the
+// end the warps' sums are added up in shared memory. That is split-K in a block. The copies of up
+// to four steps are under way at once.
 //
 // The words:
 //   - Lies says how a factor lies in memory: as it is, or transposed.
@@ -254,14 +257,15 @@ struct Matrix {
 constexpr int kSmall = 32, kSmallDepth = 128, kSmallStages = 5, kSmallThreads = 256;
 constexpr int kSmallTile = kSmall * kSmallDepth;                           // elements
 constexpr int kSmallBytes = kSmallStages * 2 * kSmallTile * sizeof(bf16);  // 80 KB
-constexpr int kSmallStride = kSmall + 8;  // floats: a warp's rows start in other banks
+constexpr int kSmallStride = kSmall + 8;  // floats: neighbouring rows start in different banks
 static_assert(kSmallThreads / 32 * kSmall * kSmallStride * sizeof(float) <= kSmallBytes);
 
 // Where a thread's four results are, four neighbours in a row:
 __device__ int small_row() { return blockIdx.y * kSmall + threadIdx.x / 8; }
 __device__ int small_col() { return blockIdx.x * kSmall + threadIdx.x % 8 * 4; }
 
-// The sum of the warps' sums, and of `first`.
+// Returns the thread's four results: the sum of the warps' sums, and of `first`. The warps' sums
+// meet in the memory of the stages, which is free by then.
 __device__ float4 add_warps(void* stages, const Sums<kSmall, kSmall>& sum, float4 first) {
   float* all = static_cast<float*>(stages);
   float* mine = all + threadIdx.x / 32 * kSmall * kSmallStride;
@@ -279,9 +283,9 @@ __device__ float4 add_warps(void* stages, const Sums<kSmall, kSmall>& sum, float
   return first;
 }
 
-// Returns four results of left[0] right[0] + `first`, or of left[0] right[0] + left[1] right[1] +
-// `first` if there are two `terms`. `first` may be null, which is zero. Either factor may be
-// transposed in memory. `depth` is the inner dimension. With kEarly the left factors and `first`
+// Returns the thread's four results of left[0] right[0], or of left[0] right[0] + left[1] right[1]
+// if there are two `terms`. Four numbers at `first` are added, unless it is null. Either factor may
+// be transposed in memory. `depth` is the inner dimension. With kEarly the left factors and `first`
 // are results of the kernel before this one. While that one ends, copies of the right factors are
 // on their way.
 template <Lies kLeft, Lies kRight, bool kEarly>
@@ -312,6 +316,7 @@ __device__ float4 small_products(bf16* stages, const Matrix* left, const Matrix*
   };
 
   if constexpr (kEarly) {
+    // These copies are in one group with those of step 0: the first next() waits for all of them.
     for (int step = 0; step < kSmallStages - 1 && step < steps; ++step) copy_right(step);
     wait_for_previous_kernel();
   }
@@ -342,13 +347,14 @@ __device__ float4 small_products(bf16* stages, const Matrix* left, const Matrix*
   return add_warps(stages, sum, start);
 }
 
-// M becomes M1 = x Lr^T and M2 = x Li^T, matrices (E, W), one after the other; with a third layer
-// of blocks also -M2. Or, if `in_turn`, it becomes one matrix. For W = 64 its columns are
+// M becomes M1 = x Lr^T and M2 = x Li^T, matrices (E, W), one after the other. Each is computed by
+// a layer of blocks (blockIdx.z). If there is a third layer, it computes -M2. Or, if `in_turn`, M
+// becomes one matrix, in which 32 columns of M1 and 32 of M2 take turns. For W = 64 its columns are
 //
 //     M1: 0 to 31   |   M2: 0 to 31   |   M1: 32 to 63   |   M2: 32 to 63
 //
 // Where W is no multiple of 32 the last ones are zeros. (The last kernel of this lesson reads it
-// so: each of its makers has 32 columns of both.)
+// so: each of two warpgroups has 32 columns of both.)
 __global__ void __launch_bounds__(kSmallThreads) associate(Operands in, bf16* M, bool in_turn) {
   start_next_kernel();
   extern __shared__ __align__(128) bf16 stages[];
@@ -410,8 +416,8 @@ __device__ void copy_right_factors(bf16* to, const Operands& in, const bf16* M, 
   }
 }
 
-// What a block has: kBN columns of x, M1 and M2, all E rows, which stay; and kStageCount stages of
-// 64 x 64 tiles of Gr and Gi. A warp has WV x 32 results.
+// A block has kBN columns of x, M1 and M2, all E rows, which stay. It has kStageCount stages, each
+// with a 64 x 64 tile of Gr and one of Gi, and a staging. A warp has WV x 32 results.
 template <int kBN, int kWV, int kStageCount>
 struct ForwardTiles {
   static constexpr int BV = kBox, BN = kBN, WV = kWV, kStages = kStageCount;
@@ -422,14 +428,15 @@ struct ForwardTiles {
   }
 };
 
-// Computes out without a temporary. Lesson 6's resident weights once more: as many blocks as fit on
-// the GPU stay, each with its columns of x, M1 and M2, and take tile after tile of 64 rows of Gr
-// and Gi. The blocks that own the columns of the same rows, four for W = 256, run at the same time.
-// So Gr and Gi are read from memory once, and by the other blocks from the L2 cache.
+// Computes out. Of its temporaries only M1 and M2 go through memory. This is lesson 6's resident
+// weights once more: as many blocks as fit on the GPU stay, each with its columns of x, M1 and M2,
+// and take tile after tile of 64 rows of Gr and Gi. The blocks that own the columns of the same
+// rows, four for W = 256, run at the same time. So Gr and Gi are read from memory once, and by the
+// other blocks from the L2 cache.
 //
-// One lane has all of an element: xr, xi, ar and ai, 128 registers of sums in the wide tiles. So xr
-// and xi need not be rounded. For 16 of E a warp executes 48 mma.sync and 10 ldmatrix. While a
-// block computes tanh and stores, the other one on the same multiprocessor multiplies.
+// One lane has all of an element: xr, xi, ar and ai. So xr and xi need not be rounded. If WV is 32,
+// a lane has 128 registers of sums, and for 16 of E a warp executes 48 mma.sync and 10 ldmatrix.
+// While one block computes tanh and stores, another one on the same multiprocessor multiplies.
 template <typename Tiles>
 __global__ void __launch_bounds__(kThreads) associated_features(Operands in, const bf16* M) {
   constexpr int BN = Tiles::BN, WV = Tiles::WV, kStages = Tiles::kStages;
@@ -451,7 +458,7 @@ __global__ void __launch_bounds__(kThreads) associated_features(Operands in, con
     }
   };
 
-  // Its copies are in one group with those of step 0, so the first next() waits for them, too.
+  // These copies are in one group with those of step 0, so the first next() waits for them, too.
   copy_right_factors<BN, kThreads>(right_tiles, in, M, w0);
   auto ahead = copies_ahead<kStages>(copy_step);
   for (int64_t tile = blockIdx.y; tile < tile_count; tile += gridDim.y) {
@@ -471,16 +478,16 @@ __global__ void __launch_bounds__(kThreads) associated_features(Operands in, con
 // ---- warp specialization: forward ---------------------------------------------------------------
 
 // The same products, six of them, but now the warps of a block have roles. One thread only copies.
-// Two warpgroups, the consumers, only multiply, and compute and store the results. (A warpgroup is
-// four warps, 128 threads, which start a wgmma together.) What does that change?
+// Two warpgroups, the consumers, multiply, compute the results and store them. (A warpgroup is four
+// warps, 128 threads, which start a wgmma together.) What does that change?
 //
 //   - *associated* starts its copies, waits for them and multiplies in the same threads, so each
 //     warp spends instructions on copies. Here the copy engine (TMA) copies a whole box for one
 //     instruction of one thread.
-//   - One instruction wgmma multiplies 64 x 16 by 16 x 128, and reads its right factor where it
-//     lies in shared memory. *associated* has ldmatrix bring each right factor to the registers of
-//     each warp.
-//   - The consumers take every other tile. While one of them computes tanh and stores, the other
+//   - One instruction wgmma multiplies 64 x 16 by 16 x 64 or 16 x 128, and reads its right factor
+//     where it lies in shared memory. *associated* has ldmatrix bring each right factor to the
+//     registers of each warp.
+//   - Each consumer takes every other tile. While one of them computes tanh and stores, the other
 //     one has the tensor cores to itself. The field calls that ping-pong.
 //
 // For 64 rows and 64 columns of out there are four sums of 64 x 64, 128 registers of each thread of
@@ -489,10 +496,10 @@ __global__ void __launch_bounds__(kThreads) associated_features(Operands in, con
 //
 //     [ar | ai] = Gr [M1 | M2] + Gi [-M2 | M1],   xr = Gr x,   xi = Gi x
 //
-// (Could Gr [M1 | M2 | x] be one product of 192 columns in place of two? Products that are added to
-// the same registers may follow each other at once only if all have the same shape. Otherwise a
-// wgmma_fence() is needed between them: PTX ISA, "wgmma.fence". Gi [-M2 | M1], which is added to a
-// part of these registers, has 128 columns.)
+// (Why is Gr [M1 | M2 | x] not one product of 192 columns? Gi [-M2 | M1], which is added to a part
+// of the same registers, has 128 columns. Products that are added to the same registers may follow
+// each other at once only if all have the same shape. Otherwise a wgmma_fence() is needed between
+// them: PTX ISA, "wgmma.fence".)
 //
 // The words of the product, from primitives/hopper/tiles.cuh:
 //   - Box<bf16, 64>: 64 rows of 64 numbers in shared memory, swizzled: what one copy brings.
@@ -501,15 +508,16 @@ __global__ void __launch_bounds__(kThreads) associated_features(Operands in, con
 //     lie next to each other, wgmma reads them as one right factor of 128 columns.
 //   - LeftFragments: a thread's part of a left factor in its registers; load_fragments() loads it.
 //   - Sum<128>: a warpgroup's sum of 64 rows and 128 columns. A thread has 64 elements of it.
-//   - multiply_slice multiplies 16 of k, a slice. wgmma_fence comes before the first product,
-//     wgmma_commit after the last one, and wgmma_wait<0> waits until all are done.
+//   - multiply_slice multiplies 16 of k, a slice. A step is kStepK = 64 of k, or kSlices = 4
+//     slices. wgmma_fence comes before the first product, wgmma_commit after the last one, and
+//     wgmma_wait<0> waits until all are done.
 
-// E comes in two steps of 64. What E does not fill is zero: the copy engine writes zeros for what
-// is outside of a matrix.
+// E is at most 128 here, and comes in two steps of 64. What E does not fill is zero: the copy
+// engine writes zeros for what is outside of a matrix.
 constexpr int kSteps = 2, kMostEigen = kSteps * kStepK;
 constexpr int kRows = 64;  // of a tile: vertices
 
-// 64 rows of Gr and Gi.
+// 64 rows of Gr and Gi, in boxes of 64 columns.
 struct TangentTile {
   LeftTile<bf16, kRows> Gr[kSteps], Gi[kSteps];
 };
@@ -518,12 +526,12 @@ struct TangentTile {
 struct RightFactors {
   Box<bf16, kStepK> minus_M2, M1, M2, x;
 };
-// What a block has in shared memory: its columns, in one or two groups of 64; two boxes of results
-// for each consumer, which it fills in turn; and two stages of tiles. `loaded` is where a group's
-// copies arrive.
+// A block has this in shared memory: its columns of the right factors, in one or two groups of 64;
+// two boxes of results for each consumer, which it fills in turn; and two stages of tiles. `loaded`
+// has a barrier for each group, at which the copies of its right factors arrive.
 struct ForwardShared {
   RightFactors right[2][kSteps];
-  Box<bf16, kRows> out[2][2];  // of each consumer two
+  Box<bf16, kRows> out[2][2];  // [consumer][in turn]
   Pipeline<TangentTile, 2> stages;
   Barrier loaded[2];
 };
@@ -536,10 +544,10 @@ struct ForwardMaps {
 
 #if HOPPER_CODE
 
-// A thread's elements of a warpgroup's four sums. ar(i), ai(i), xr(i) and xi(i) belong to the same
+// A thread's elements of a warpgroup's four sums. ar(e), ai(e), xr(e) and xi(e) belong to the same
 // vertex and feature. So the thread computes the result of this element without any other thread.
 struct Gradients {
-  Sum<128> a;  // [ar | ai]
+  Sum<128> a;  // [ar | ai]: of each 32 elements
   Sum<64> r, i;
 
   __device__ float& ar(int e) { return a.elements[e]; }
@@ -571,8 +579,8 @@ __device__ void multiply_tile(Gradients& sums, const LeftFragments<bf16> (&Gr)[k
 }
 
 // Starts the copies of a block's columns of x, M1, -M2 and M2, from col0 on. While `associate`
-// still makes M1 and M2, x is already on its way. The first group can be multiplied while the
-// second one comes.
+// still makes M1 and M2, the block's first tile and x are already on their way. The first group can
+// be multiplied while the second one comes.
 __device__ void load_right_factors(ForwardShared& shared, const ForwardMaps& maps, int groups,
                                    int col0) {
   for (int group = 0; group < groups; ++group) {
@@ -595,16 +603,16 @@ __device__ void load_right_factors(ForwardShared& shared, const ForwardMaps& map
   }
 }
 
-// The blocks that share tiles, one beside the other in the grid: gridDim.x of them. Here that is 1,
-// in the next kernel 1 or 2. Each warp gives a stage back for itself, after the first product that
-// uses the fragments from it.
+// The blocks that share tiles are a row of the grid, so there are gridDim.x of them: in this kernel
+// one, in the next kernel one or two. Each warp gives a stage back for itself, after the first
+// product that uses the fragments from it.
 using Cluster = BlockRow<Releases::warp>;
 
 // What a consumer does. Consumer 0 has the block's tiles 0, 2, 4 and so on, consumer 1 the others,
-// and there are two stages: so each consumer has a stage of its own, and goes on by two.
+// and there are two stages. So each consumer has a stage of its own.
 //
-//   - Reader: wait() waits until the copies of the next stage have arrived, give_back() says that
-//     it may be filled again, and next(2) goes on.
+//   - Reader: wait() waits until the copies of the next stage have arrived, and give_back() says
+//     that it may be filled again. next(2) goes past this tile and the other consumer's next one.
 //   - named_barrier: a barrier of this consumer's 128 threads alone.
 //   - shared_fence: what threads have written to shared memory, the copy engine sees after it.
 //   - tensor_store starts a copy to memory. tensor_store_wait_read<1> waits until the copy engine
@@ -630,8 +638,8 @@ __device__ __forceinline__ void make_features(ForwardShared& shared, const Forwa
       if (tile == first) barrier_wait(&shared.loaded[group], 0);
       Gradients sums;
       multiply_tile(sums, Gr, Gi, shared.right[group]);
-      // Not before this product: the loads of fragments may still be under way when the stage is
-      // given back, and then it would be overwritten too early. A product that has used the
+      // The stage is not given back before this product. The loads of fragments might still be
+      // under way then, and the stage would be overwritten too early. A product that has used the
       // fragments proves that they are there.
       if (group == 0) reader.give_back();
       Sum<64> out;
@@ -670,7 +678,7 @@ __device__ __forceinline__ void make_features(ForwardShared& shared, const Forwa
 //   - registers_shrink_to, registers_grow_to: how many registers each thread of a warpgroup has
 //     from here on.
 //
-//     block (0, y, z)    columns 64 groups z and on, tiles y, y + gridDim.y and so on
+//     block (0, y, z)    columns from 64 * groups * z on; tiles y, y + gridDim.y and so on
 //     thread 0           copies tile after tile to the two stages in turn, by Writer::put
 //     warpgroup 1        the block's first, third, fifth tile: products, tanh, store
 //     warpgroup 2        its second, fourth, sixth tile
@@ -727,11 +735,11 @@ __global__ void __launch_bounds__(kForwardThreads, 1)
 //     copy arrives at the same place, and at the same barrier, of each.
 //   - meet() is a barrier of all threads of the cluster: nobody may send anything to a block whose
 //     barriers are not prepared yet.
-//   - cluster.rank is this block's number in its cluster, and cluster.blocks is how many there are.
-//     (Where one block has all W columns, it is alone, and fetches both, Gr and Gi.)
+//   - cluster.rank is this block's number in its cluster, and cluster.blocks is how many blocks the
+//     cluster has. (Where one block has all W columns, it is alone, and fetches both, Gr and Gi.)
 #if HOPPER_CODE
-// Of a tile, which is 64 rows of Gr and Gi with all their columns, what this block fetches for all
-// of its cluster: Gr if it is the first block, Gi if it is the last one.
+// Starts a block's copies of a tile, which is 64 rows of Gr and Gi with all their columns. They go
+// to all blocks of the cluster. The first block copies Gr, and the last one copies Gi.
 template <class AnyCluster>
 __device__ void load_share(TangentTile& to, const CUtensorMap& Gr, const CUtensorMap& Gi, int tile,
                            const AnyCluster& cluster, Barrier* arrived) {
@@ -781,10 +789,11 @@ __global__ void __launch_bounds__(kForwardThreads, 1)
 
 // ---- associated: backward -----------------------------------------------------------------------
 
-// 1 - tanh(u)^2. Where |tanh(u)| is near 1 that difference would have hardly a digit left. It is
-// the same as 4 e / (1 + e)^2 with e = exp(-2 |u|) <= 1, whose relative error is small for all u:
-// 4 e is computed as a power of 2. The larger |u| is, the larger is the error of the exponent. But
-// the relative error stays far below bf16's rounding. A result below 2^-126 becomes 0.
+// 1 - tanh(u)^2. Where |tanh(u)| is near 1, that difference would have hardly a correct digit. With
+// e = exp(-2 |u|), which is at most 1, |tanh(u)| is (1 - e) / (1 + e). So the difference is equal
+// to 4 e / (1 + e)^2, and this quotient has a small relative error for all u. 4 e is computed as a
+// power of 2. The larger |u| is, the larger is the error of the exponent. But the relative error
+// stays far below bf16's rounding. A result below 2^-126 becomes 0.
 __device__ float tanh_slope(float u) {
   constexpr float kLog2E = 1.44269504f;
   const float four_e = exp2_approximate(2 - 2 * kLog2E * fabsf(u));
@@ -798,17 +807,17 @@ __device__ float tanh_slope(float u) {
 //     dM1 = Gr^T P + Gi^T Q,  dM2 = Gr^T Q - Gi^T P,  D = Gr^T R + Gi^T S                   (E, W)
 //     dLr = dM1^T x,  dLi = dM2^T x,  dx = D + dM1 Lr + dM2 Li
 //
-// Each line is a kernel of its own but for the first two, which are one: accumulate_backward. It
-// leaves partial sums, add_slices adds these up, and finish_backward is the third line.
+// `associate` makes M1 and M2, as forward. Then accumulate_backward computes the first two lines
+// and leaves partial sums, add_slices adds these up, and finish_backward computes the third line.
 //
 // xr, xi, ar and ai are computed again, at the cost of the forward pass. If that pass saved them,
 // it would write 2 KB a vertex, and this one would read them: four times as many bytes as Gr and Gi
 // have. And from one pass to the other they would occupy four times the memory of out. The unfused
 // form saves them, as a framework does; compare the memory column.
 
-// What a block has: kBN columns of x, M1 and M2, which stay; two stages of kBV rows of Gr, Gi and
-// of kBN columns of dOut; and the products P, Q, R, S of one tile. A warp computes WV x WN of
-// those, and owns 32 x 32 of each of the three sums, so that the block has kMaxE rows of them.
+// A block has kBN columns of x, M1 and M2, which stay. It has two stages, each with kBV rows of Gr,
+// of Gi and of kBN columns of dOut, and P, Q, R and S of one tile. A warp computes WV x WN of each
+// of these, and owns 32 x 32 of each of the three sums. So the block's sums have kMaxE rows.
 template <int kBV, int kBN, int kWV, int kWN>
 struct BackwardTiles {
   static constexpr int BV = kBV, BN = kBN, WV = kWV, WN = kWN;
@@ -825,8 +834,8 @@ struct BackwardTiles {
   }
 };
 
-// P, Q, R, S from a warp's sums and dOut, rounded, into their tiles in shared memory, which lie one
-// after the other in this order.
+// Computes P, Q, R and S from a warp's sums and dOut, and writes them, rounded, into their tiles in
+// shared memory. These tiles lie one after the other, in this order.
 constexpr int kP = 0, kQ = 1, kR = 2, kS = 3;
 template <int BV, int BN, int WV, int WN>
 __device__ void leave_products(bf16* products, const WarpSums<WV, WN>& sums, bf16* d_out_tile,
@@ -852,14 +861,15 @@ __device__ void leave_products(bf16* products, const WarpSums<WV, WN>& sums, bf1
   }
 }
 
-// A warp's 32 x 32 of each sum over V, which start at (row, col).
+// A warp's 32 x 32 elements of each sum over V.
 struct GradientSums {
   Sums<32, 32> dM1 = {}, dM2 = {}, D = {};
 };
 
-// sums += the part of BV vertices, from tiles of Gr and Gi and those of P, Q, R, S. A step takes 16
-// vertices. Each of P, Q, R and S is loaded once, and multiplied by what it meets in the formulas.
-// A product can only be added. So for - Gi^T P the fragments of Gi change their signs.
+// Adds what BV vertices contribute to a warp's sums. In the tiles of Gr and Gi the warp's part
+// starts at column `row`, in the tiles of P, Q, R and S at column `col`. A step takes 16 vertices.
+// Each of P, Q, R and S is loaded once, and multiplied by what it meets in the formulas. mma.sync
+// can only add a product. So for - Gi^T P the fragments of Gi change their signs.
 template <int BV, int BN>
 __device__ void add_gradients(GradientSums& sums, const bf16* Gr_tile, const bf16* Gi_tile,
                               const bf16* products, int row, int col) {
@@ -882,8 +892,9 @@ __device__ void add_gradients(GradientSums& sums, const bf16* Gr_tile, const bf1
   }
 }
 
-// partials (slices, 3, E, W): dM1, dM2 and D, summed up over every gridDim.y-th tile of BV
-// vertices. Block (i, slice) owns BN columns of x, M1, M2 and of the sums. One tile's way:
+// Writes partials (slices, 3, E, W): for each slice dM1, dM2 and D, summed up over every
+// gridDim.y-th tile of BV vertices. Block (i, slice) owns BN columns of x, M1, M2 and of the sums.
+// This is what becomes of one tile:
 //
 //     copied           Gr, Gi: BV rows            dOut: BV x BN      x, M1, M2: E x BN, stay
 //                        |       |                  |                  |
@@ -971,9 +982,9 @@ __global__ void __launch_bounds__(Tiles::kThreads, Tiles::kBlocksPerSM)
   store(sums.D, 2);
 }
 
-// dM (2, E, W) = dM1, dM2 in bf16, as factors of the last products, and D (E, W) in fp32: the sums
-// of the partial sums, in the same order in every run. A thread owns 4 neighbours, and every
-// kSliceWarps-th slice of them: what counts is that all loads are on their way at once.
+// Adds up the partial sums, in the same order in every run. dM (2, E, W) becomes dM1 and dM2 in
+// bf16, as factors of the last products. D (E, W) is in fp32. `count` is E W. A thread adds up 4
+// neighbours of every kSliceWarps-th slice: what counts is that all loads are on their way at once.
 constexpr int kSliceWarps = 4;
 __global__ void __launch_bounds__(32 * kSliceWarps)
     add_slices(const float* partials, int slices, bf16* dM, float* D, size_t count) {
@@ -984,7 +995,7 @@ __global__ void __launch_bounds__(32 * kSliceWarps)
   const size_t i = (static_cast<size_t>(blockIdx.x) * 32 + lane) * 4;
   const bool inside = i < 3 * count;
   float4 sum = {};
-  // Who has nothing to add begins behind the last slice.
+  // A thread that has nothing to add begins behind the last slice.
 #pragma unroll 8
   for (int slice = inside ? warp : slices; slice < slices; slice += kSliceWarps) {
     const float4 quad = *reinterpret_cast<const float4*>(partials + slice * 3 * count + i);
@@ -1046,8 +1057,8 @@ __global__ void __launch_bounds__(kSmallThreads)
 //     makers     tile 1: P Q R S   tile 2: P Q R S   tile 3: P Q R S
 //     sums       += tile 0         += tile 1         += tile 2
 //
-// To make P, Q, R and S from the sums takes as long as the products before it, or longer. With one
-// maker the tensor cores would wait; while one of two makers computes, the other one multiplies.
+// To make P, Q, R and S from the sums takes a warpgroup as long as the products before it, or
+// longer. If one maker did all 64 columns, warpgroup 3 and the tensor cores would wait for it.
 //
 // The sums of a block are E x 64 of each of dM1, D and dM2,
 //
@@ -1056,16 +1067,17 @@ __global__ void __launch_bounds__(kSmallThreads)
 // in 192 registers of a thread. Shared memory is nearly as busy as the tensor cores. So the three
 // products with Gr^T are one instruction of 192 columns, which reads its rows of Gr^T once. For
 // that P, R, Q, S and -P lie side by side in shared memory, and each right factor is three
-// neighbours of these. (-P is there because wgmma has no product that it takes away. Stored once
-// with each sign, P serves both.)
+// neighbours of these. (-P is there because wgmma can change the sign of a whole factor only: PTX
+// ISA, "wgmma.mma_async". In [Q | S | -P] one third has to change it.)
 //
 //     products         P     R     Q     S    -P
 //     beside Gr^T     [P     R     Q]
 //     beside Gi^T                 [Q     S    -P]
 //
 // The words:
-//   - A left factor may come from shared memory, too: rows(0) says that a row of it is a row of the
-//     factor, and across_k() that a column is. So Gr^T needs no copy: wgmma transposes.
+//   - A left factor may come from shared memory, too: rows(0) says that a row of the box is a row
+//     of the factor, and across_k() that a column of the box is one. So Gr^T needs no copy: wgmma
+//     transposes.
 //   - `made` and `added` are barriers around P, Q, R and S. All 256 threads of the makers arrive at
 //     `made` when they have written their part of a tile. One thread of warpgroup 3 arrives at
 //     `added` when the tile is in its sums. Phases and the block's tiles are counted from 0. For
@@ -1077,7 +1089,7 @@ __global__ void __launch_bounds__(kSmallThreads)
 // 64 rows (of E) and 32 columns of each right factor. The two boxes lie one after the other, so
 // wgmma reads 96 columns as one factor: [M1 | M2 | x].
 struct BackwardFactors {
-  Box<bf16, kStepK> M1_M2, x;  // of this x the first 32 columns
+  Box<bf16, kStepK> M1_M2, x;  // of box x the first 32 columns are read
 };
 struct BackwardStage {
   TangentTile tangents;
@@ -1098,7 +1110,7 @@ struct BackwardMaps {
 
 #if HOPPER_CODE
 
-using BackwardCluster = BlockRow<Releases::warpgroup>;  // one thread speaks for a warpgroup
+using BackwardCluster = BlockRow<Releases::warpgroup>;  // a warpgroup arrives once in each block
 
 // A maker's sums of 64 vertices and 32 features, 96 registers of a thread. Elements 0 to 15, 16 to
 // 31 and 32 to 47 are
@@ -1254,9 +1266,9 @@ __device__ void add_products(BackwardShared& shared, const BackwardCluster& clus
 
 #endif  // HOPPER_CODE
 
-// partials (slices, 3, E, W): dM1, dM2 and D, summed up over each cluster's tiles. blockIdx.y is
-// the slice: its tiles are every gridDim.y-th one. A row of the grid is a cluster, and each of its
-// blocks has other columns; blockIdx.z counts the clusters along the columns.
+// Writes partials (slices, 3, E, W): for each slice dM1, dM2 and D, summed up over its tiles.
+// blockIdx.y is the slice, and its tiles are every gridDim.y-th one. A row of the grid is a
+// cluster, and each of its blocks has other columns. blockIdx.z counts the clusters along W.
 __global__ void __launch_bounds__(kBackwardThreads, 1)
     specialized_backward(const __grid_constant__ BackwardMaps maps, float* partials, int V, int E,
                          int W) {
@@ -1347,7 +1359,7 @@ dim3 clusters_for(const Shape& shape, int cols, Function* kernel, int threads, i
               groups);
 }
 
-// False if a block's rows of xr and xi do not fit on chip.
+// Returns false if a block's rows of xr and xi do not fit on chip.
 bool add_one_kernel(GradientsProblem& table, const Device& device) {
   if (one_kernel_bytes(table.shape.W) > device.shared_bytes) return false;
   const int bytes = static_cast<int>(one_kernel_bytes(table.shape.W));
@@ -1424,7 +1436,7 @@ void add_warp_specialization(GradientsProblem& table) {
 }
 
 // The same in clusters. Where a consumer has no more than one tile, blocks have one group: then
-// there is less to load before the start. False if no cluster fits.
+// there is less to load before the start. Returns false if no cluster fits.
 bool add_cluster(GradientsProblem& table) {
   const auto grid_for = [&](int groups) {
     return clusters_for(table.shape, 64 * groups, cluster_features, kForwardThreads,
@@ -1467,12 +1479,12 @@ void add_associated_backward(GradientsProblem& table, const Device& device) {
       .needs(80)
       .occupies(table.ends() + t.bytes())
       .needs_shared(bytes)
-      // One rounding before u: M1 and M2. Four on the way from u to a gradient: ar, which has that
-      // of M1 and is a factor of R, then R, dM1, and the gradient itself.
+      // One rounding before u: M1 and M2. At most four on the way from u to a gradient: that of M1
+      // and M2 in ar and ai; of P, Q, R or S; of dM1 or dM2; and of the gradient itself.
       .checks = table.checks(1, 4, (tiles + t.slices - 1) / t.slices * Tiles::BV);
 }
 
-// False if no cluster fits.
+// Returns false if no cluster fits.
 bool add_backward_of_roles(GradientsProblem& table) {
   const auto [V, E, W] = table.shape;
   constexpr int kBytes = sizeof(BackwardShared);
@@ -1503,8 +1515,8 @@ bool add_backward_of_roles(GradientsProblem& table) {
   return true;
 }
 
-// False if it cannot run: forward if 32 columns of x, M1 and M2 do not fit on chip, backward if E
-// is above 128, since its sums are in registers.
+// Returns false if it cannot run: forward if 32 columns of x, M1 and M2 do not fit on chip,
+// backward if E is above 128, since its sums are in registers.
 bool add_associated(GradientsProblem& table, const Device& device) {
   const Shape& shape = table.shape;
   if (table.pass == Pass::forward) {
@@ -1521,7 +1533,7 @@ bool add_associated(GradientsProblem& table, const Device& device) {
   return true;
 }
 
-// False if E is above 128, of which the tiles of these kernels are, or no cluster fits.
+// Returns false if E is above 128, the most that these kernels have tiles for, or no cluster fits.
 bool add_roles(GradientsProblem& table) {
   if (table.shape.E > kMostEigen) return false;
   if (table.pass == Pass::backward) return add_backward_of_roles(table);
