@@ -17,7 +17,8 @@
 // Lesson 10's layer has a weight per feature and grade triple; here it is a matrix, which mixes the
 // features: the fully connected layer of a Clifford network. All coefficients of one blade, for all
 // rows of the batch and all features, are a matrix (batch, features), called a *plane*. The P_t,k
-// are planes, too, left operands of products: 44 for 20 triples in 3-D, 14 for 10 in 2-D.
+// are planes, too, left operands of products. The 20 triples of 3-D have 44 of them, the 10 triples
+// of 2-D have 14.
 //
 // For n = 2, whose table lesson 10 has, e1 of z is four products of matrices, one for each place
 // in which the table has e1:
@@ -48,7 +49,8 @@
 // A^T dC. Here z_k is a sum of products P_t,k w[t]. So the gradient of P_t,k is dz_k w[t]^T, which
 // backward multiplies with y and x and adds up; and dw[t] is the sum over k of P_t,k^T dz_k.
 //
-// All rows but *unfused* move four features at a time: their number has to be a multiple of 4.
+// All kernels but *unfused* move packs of up to four neighbouring features: for these kernels the
+// number of features has to be a multiple of 4.
 
 #include <algorithm>
 #include <bit>
@@ -71,9 +73,9 @@ using namespace primitives;
 
 // ---- The algebra --------------------------------------------------------------------------------
 
-// Lesson 10's, for n vectors that all square to +1. A blade is a set of vectors, bit v for vector
-// v. Blades are numbered by grade, within a grade by their bits: 1; e1, e2, e3; e12, e13, e23;
-// e123. Blade 0 is the scalar, which the formulas call 1.
+// Lesson 10's algebra, for n vectors that all square to +1. A blade is a set of vectors: bit v says
+// whether vector v is in it. Blades are numbered by grade, within a grade by their bits: 1; e1, e2,
+// e3; e12, e13, e23; e123. Blade 0 is the scalar, which the formulas call 1.
 template <int n>
 struct Euclidean {
   static constexpr int kBlades = 1 << n, kGrades = n + 1;
@@ -89,7 +91,8 @@ struct Euclidean {
     Triple triple[kGrades * kGrades * kGrades] = {};  // by x, then result, then y
     int triples = 0;
   };
-  // Each vector of b moves left past the later ones of a.
+  // In a product the vectors of a come before those of b. To sort them, each vector of b moves left
+  // past those of a that have a higher number, and each of these steps changes the sign.
   static constexpr int sign_of_product(unsigned a, unsigned b) {
     int swaps = 0;
     for (unsigned later = a >> 1; later != 0; later >>= 1) swaps += std::popcount(later & b);
@@ -116,7 +119,8 @@ struct Euclidean {
         t.sign[i][j] = sign_of_product(vectors[i], vectors[j]);
       }
     }
-    // Two sets of a and b vectors that have s in common make one of a + b - 2 s.
+    // Two sets of a and b vectors that have s in common make one of a + b - 2 s. Together they have
+    // a + b - s different vectors, and there are only n.
     for (int a = 0; a < kGrades; ++a) {
       for (int c = 0; c < kGrades; ++c) {
         for (int b = 0; b < kGrades; ++b) {
@@ -134,7 +138,7 @@ struct Euclidean {
   __host__ __device__ static constexpr int first(int grade) { return kTables.first[grade]; }
   __host__ __device__ static constexpr int grade(int blade) { return kTables.grade[blade]; }
   __host__ __device__ static constexpr Triple triple(int t) { return kTables.triple[t]; }
-  // The blade that i and j make, e_i e_j = +-e_k. It is also j from i and k, and i from j and k.
+  // The blade k that i and j make, e_i e_j = +-e_k. Of the three any two make the third one.
   __host__ __device__ static constexpr int product(int i, int j) { return kTables.product[i][j]; }
   __host__ __device__ static constexpr int sign(int i, int j) { return kTables.sign[i][j]; }
 };
@@ -151,7 +155,7 @@ static_assert(Euclidean<2>::kTriples == 10 && Euclidean<3>::kTriples == 20);
 //     its planes              from plane[c] on: blades(c) of the first slot, then of the next one
 struct Order {
   int grades = 0;
-  int triple_of[20] = {};  // a slot
+  int triple_of[20] = {};  // the triple that has this slot
   int slot[5] = {}, plane[5] = {}, blade[5] = {};
 
   __host__ __device__ constexpr int slots(int c) const { return slot[c + 1] - slot[c]; }
@@ -182,8 +186,8 @@ template <typename A>
 inline constexpr Order kOrder = make_order<A>();
 static_assert(kOrder<Euclidean<3>>.planes() == 44 && kOrder<Euclidean<2>>.planes() == 14);
 
-// The same of one slot, when the program is compiled: the grade c of its result, the slot's number
-// i within this grade, its triple, the blades of its result, and its first plane.
+// What Order says of one slot, but known when the program is compiled: the grade c of its result,
+// the slot's number i within this grade, its triple, the blades of its result, its first plane.
 template <typename A, int slot>
 struct Slot {
   static constexpr int c = Order::grade_of(kOrder<A>.slot, slot), i = slot - kOrder<A>.slot[c];
@@ -225,7 +229,8 @@ __device__ __forceinline__ void add_product(Pack<W>& sum, const Pack<W>& a, cons
 
 __device__ float gate(float s) { return 0.5f + 0.5f * erff(s * 0.70710678f); }
 
-// x becomes gate(x_1) gate(y_1) x: all terms are products of x and y, so x y is then x' y'.
+// x becomes gate(x_1) gate(y_1) x. Each term of a plane has one factor of x and one of y, so this x
+// and y make the planes of x' and y'.
 template <typename A, int W>
 __device__ __forceinline__ void apply_gates(Multivectors<A, W>& x, const Multivectors<A, W>& y) {
 #pragma unroll
@@ -251,7 +256,7 @@ __device__ __forceinline__ Multivectors<A, W> load_inside(const float* from, int
   return load<A, W>(from + static_cast<size_t>(n) * layer.features + f, layer.plane());
 }
 
-// P_t,k: of each x_i, the y_j that makes k with it.
+// P_t,k: each x_i of grade a is multiplied by the y_j that makes k with it, if j has grade b.
 template <typename A, int t, int k, int W>
 __device__ __forceinline__ Pack<W> plane_of(const Multivectors<A, W>& x,
                                             const Multivectors<A, W>& y) {
@@ -265,7 +270,8 @@ __device__ __forceinline__ Pack<W> plane_of(const Multivectors<A, W>& x,
   });
   return sum;
 }
-// give(slot, k, P) with the elements of all planes of these slots, in their order.
+// Calls give(slot, k, P) for all planes of these slots, in their order. P is what x and y, W
+// multivectors each, contribute to the plane: W of its elements.
 template <typename A, int first_slot, int end_slot, int W, typename Give>
 __device__ __forceinline__ void make_planes(const Multivectors<A, W>& x,
                                             const Multivectors<A, W>& y, Give give) {
@@ -322,9 +328,10 @@ __device__ float inverse_rms(float squares, const Layer& layer) {
 // ---- Unfused ------------------------------------------------------------------------------------
 
 // The baseline, as a framework runs it, with as few products as possible. One kernel applies the
-// gates. One kernel writes all planes. The planes of one grade of the result form one matrix. So
-// one product of the library for each grade sums over all triples of this grade. Then come the
-// norms. In these kernels a thread has a multivector, or a block has a row of one grade.
+// gates. One kernel writes all planes, one copies the weights to the order of slots. The planes of
+// one grade of the result form one matrix. So one product of the library for each grade sums over
+// all triples of this grade. Then come the norms. For gates and planes a thread has a multivector,
+// for norms a block has a row of one grade.
 
 // gated = in gate(in_1)
 template <typename A>
@@ -369,7 +376,8 @@ __global__ void order_weights(const float* from, float* to, size_t size, bool ba
   if (at < size) to[(back ? triple : slot) + at] = from[(back ? slot : triple) + at];
 }
 
-// out = z / rms(z) for the `blades` planes of one grade. Keeps the 1 / rms for backward.
+// out = z / rms(z) for the `blades` planes of one grade: rms(z) is the root in the formula of out,
+// at the top. Keeps the 1 / rms for backward.
 __global__ void normalize_grade(const float* z, float* out, float* inverses, int blades,
                                 Layer layer) {
   __shared__ Sums<1> partials[kMaxWarps];
@@ -407,14 +415,14 @@ void library_product(cublasHandle_t blas, const float* a, Stored a_is, const flo
 
 // ---- Planes in tiles ----------------------------------------------------------------------------
 
-// The words of a portable kernel in TF32. Four warps own a tile of 64 by 64. Each has 32 by 32 of
-// it, which begin at (row, col). A sum of mma_m16n8k8_tf32 is 16 x 8: lane l holds rows l / 4 and
-// l / 4 + 8, columns 2 (l % 4) and the next one. In a TileSum [m][j] begins at row 16 m and column
-// 8 j of the 32 by 32. Backward has two `group`s of four warps.
+// What the products of these kernels are made of. They need no Hopper. Four warps own a tile of 64
+// by 64. Each has 32 by 32 of it, which begin at (row, col). A sum of mma_m16n8k8_tf32 is 16 x 8:
+// lane l holds rows l / 4 and l / 4 + 8, columns 2 (l % 4) and the next one. In a TileSum [m][j]
+// begins at row 16 m and column 8 j of the 32 by 32. Backward has two `group`s of four warps.
 //
 //     place<pieces>(row, piece)   where a piece of 4 floats of a left operand is in shared memory.
 //                                 Pieces change places, so that 8 rows are in different banks
-//     load_left                   by ldmatrix, a left operand of 16 x 8 that is stored so
+//     load_left                   by ldmatrix, a left operand of 16 x 8, which lies as place() says
 //     load_right                  a right operand of 8 x 32, whose 8 rows of k lie one after the
 //                                 other, kRowStride apart: so lanes read from different banks
 //     for_results(sum, visit)     calls visit(row, col, value) with the lane's results
@@ -493,13 +501,14 @@ constexpr int kForwardTileBytes = sizeof(float) * 8 *
 
 // These four blades of z for 64 rows and 64 columns. A step takes 8 features, and has three parts:
 //
-//     load      starts the copies of 8 x 64 weights of each slot
-//     make      a thread reads 4 multivectors of x and of y, all blades of them, and writes the
-//               elements of the planes to shared memory
-//     multiply  the warps multiply each plane by its slot's weights
+//     load_weights  starts the copies of 8 x 64 weights of each slot
+//     make          a thread reads 4 multivectors of x and of y, all blades of them, and writes the
+//                   elements of the planes to shared memory
+//     multiply      the warps multiply each plane by its slot's weights
 //
-// The norm needs all columns of a row, which are those of several blocks: a kernel of its own comes
-// after this one. While one block makes planes, another one of the multiprocessor multiplies.
+// The norm needs all columns of a row, which are those of several blocks: so it is computed after
+// this kernel, by normalize_rows. While one block makes planes, another one of the multiprocessor
+// multiplies.
 template <typename A, int group>
 __device__ __forceinline__ void forward_tile(const float* x, const float* y, const float* w,
                                              float* z, int stride, float* shared, Layer layer) {
@@ -630,7 +639,7 @@ __global__ void normalize_rows(float* out, float* inverses, Layer layer) {
 //     w       (20 slots, stride, stride), transposed. wgmma takes a right factor in TF32 only if
 //             neighbours along k lie beside each other (PTX ISA, wgmma.mma_async: only 16-bit
 //             factors may be transposed). Here k is what the product sums over, not a blade: the
-//             features of P. In w as it comes each row has another k
+//             features of P. A row of w has a single k, so its transpose is stored
 struct Chunk {
   Layer layer;
   int first, rows, pitch, stride;
@@ -651,8 +660,8 @@ __host__ __device__ constexpr int place_of_column(int col) {
 
 // Makes planes of a chunk. A *unit* is 128 features of one row, in all planes. A warp makes it:
 // each lane loads 4 features of x and y, all blades, multiplies them in registers, and stores 16
-// bytes to each plane. Before the product come the units of the first `row_blocks` times 128 rows,
-// and of these the first `slices` times 128 features: in *planes first* that is all. Units are
+// bytes to each plane. Some units are made before the product: of the first `row_blocks` times 128
+// rows the first `slices` times 128 features. In *planes first* these are all units. They are
 // numbered along the rows, so neighbouring warps write what lies side by side.
 template <typename A>
 struct PlaneMaker {
@@ -739,8 +748,8 @@ struct WeightTransposer {
 
 // The kernel before the product. Each of the first `plane_blocks` blocks makes four units, one a
 // warp. In *planes first*, with 512 features, these are one row of all planes P_t,k. So a plane is
-// made once, not once for each 64 columns. Each other block turns a piece of w; such blocks come
-// with the first chunk only. Block 0 also sets to 0 the counters that the product waits for.
+// made once, not once for each 64 columns. Each other block transposes a piece of w; such blocks
+// come with the first chunk only. Block 0 also sets to 0 the counters that the product waits for.
 template <typename A>
 __global__ void __launch_bounds__(128, A::kBlades > 4 ? 5 : 8)
     make_ready(const __grid_constant__ PlaneMaker<A> maker, int plane_blocks,
@@ -767,7 +776,8 @@ __global__ void __launch_bounds__(128, A::kBlades > 4 ? 5 : 8)
 // features, the sum of P_t,k w[t] over all slots of k's grade. kStacked blocks below each other
 // share the weights. A stage has 32 features of one plane, and the weights of its slot for these:
 // 128 bytes a row, as are lesson 3's 64 numbers of fp16. For the pipeline a tile is one long
-// product. For e1 in 3-D with 512 features it has 96 stages: 16 times 32 features, of 6 planes.
+// product. For e1 in 3-D with 512 features 96 stages are filled, 16 of 32 features for each of 6
+// planes.
 //
 // Large tiles are those of two blocks with 256 columns, small ones those of one block with 128.
 // LeftFactor says how the left factor lies in shared memory: a LeftTile as in lesson 3, or, in
@@ -818,11 +828,12 @@ struct Rounds {
 //                        long tile while others have nothing left to do
 //
 // Row by row the norm is easier (see Norm), but clusters that would have only a part of a row are
-// left out. So this order is taken only if a row has no more tiles than there are clusters.
-// Besides, it has to be 2-D, where tiles differ less, or there are at most twice as many tiles as
+// left out. This order needs at least as many clusters as a row has tiles. It is taken if besides
+// the algebra is 2-D, where tiles differ less, or if there are at most twice as many tiles as
 // clusters. (24 tiles in rows of 8 on 12 clusters pass this test. Then 4 clusters are left out, and
-// it takes three rounds.) In 3-D with more tiles the second order is faster. For example, in 3-D
-// there are 5 clusters for two rows of tiles, A and B, of one column. So the longest come first:
+// it takes three rounds.) In 3-D with more tiles the second order is faster. For example, let there
+// be 5 clusters in 3-D for two rows of tiles, A and B, of one column. A row has 8 tiles, more than
+// there are clusters, so the longest come first:
 //
 //     cluster    0       1       2       3       4
 //     round 0    A e1    A e2    A e3    A e12   A e13    tiles 0 to 4
@@ -966,7 +977,8 @@ struct Norm {
       sums[i] += __shfl_xor_sync(0xffffffffu, sums[i], 2);
     }
   }
-  // The squares of a thread's elements in `inside` columns, as store_sum() has them.
+  // Adds up the squares in the columns before `inside`, for the two rows of four lanes. Columns are
+  // counted from the lane's own first one, in the order in which store_sum() stores them.
   template <int kCols>
   __device__ __forceinline__ static void add_squares(const Sum<kCols>& sum, int inside,
                                                      float (&sums)[2]) {
@@ -1005,9 +1017,10 @@ __device__ __forceinline__ void store_sum(const Sum<Tile::BN>& sum, float* to, i
   }
 }
 
-// Starts the copies of a tile of z, whose first row in this block is `row`. A step is 32 features
-// of all slots, and begins with wait(step). A block whose rows are beyond the chunk still brings
-// its half of the weights. As its plane it asks for one beyond the last, so zeros come.
+// Starts the copies of a tile of z, whose first row in this block is `row`. A step here is 32
+// features of all slots, a stage for each slot, and begins with wait(step). A block whose rows are
+// beyond the chunk still brings its half of the weights, which the cluster shares. As its plane it
+// asks for one beyond the last, so zeros come.
 template <class Tile, class Pipe, class Cluster, typename Wait>
 __device__ __forceinline__ void copy_tile(Writer<Pipe>& writer, const Cluster& cluster,
                                           const CUtensorMap& planes, const CUtensorMap& weights,
@@ -1061,11 +1074,11 @@ __device__ __forceinline__ void multiply_tiles(typename Tile::Shared& shared,
 }
 #endif
 
-// The product of planes that are there. The launch has norm.tiles.rounds.clusters clusters. A block
-// has three warpgroups, as in lesson 3. Of the first one a single thread works: it fills stages as
-// soon as they are given back, also for the next tile, while this one is scaled and stored. The
-// others are consumers. So tensor cores do not wait until planes are made, as they do in *planes in
-// tiles*, and where tiles are together() z is never in memory without its norm.
+// The product, once all planes are in memory. The launch has norm.tiles.rounds.clusters clusters. A
+// block has three warpgroups, as in lesson 3. Of the first one a single thread works: it fills
+// stages as soon as they are given back, also for the next tile, while this one is scaled and
+// stored. The others are consumers. So tensor cores do not wait until planes are made, as they do
+// in *planes in tiles*, and where tiles are together() z is never in memory without its norm.
 template <class Tile>
 __global__ void HOPPER_CLUSTER(Tile::kBlocks) __launch_bounds__(384, 1)
     planes_first(const __grid_constant__ CUtensorMap planes,
@@ -1097,8 +1110,8 @@ __global__ void HOPPER_CLUSTER(Tile::kBlocks) __launch_bounds__(384, 1)
 #endif
 }
 
-// The norm of the rows and grades whose tiles are of several rounds: a warp has a row and a grade,
-// in place; it keeps 1 / rms. The last rows come first, which are still in the cache.
+// The norm of the rows and grades whose tiles are of several rounds. A warp scales one row of one
+// grade in place, and keeps 1 / rms. The last rows come first, which are still in the cache.
 template <typename A>
 __global__ void __launch_bounds__(128) normalize_rest(const __grid_constant__ Norm norm) {
   const Layer& layer = norm.chunk.layer;
@@ -1144,15 +1157,16 @@ __global__ void __launch_bounds__(128) normalize_rest(const __grid_constant__ No
 // there. The thread that starts the copies waits until all 128 are counted, once for each 128
 // features of a tile, which are four steps.
 //
-// Makers never wait for anybody. So all blocks end if all run at the same time, and the launch has
-// as many as the device holds. (Clusters without a tile make planes, too.) Threads that make planes
-// need 152 registers, and consumers have 176.
+// Copies wait for makers of other blocks, too. Makers never wait for anybody, so every patch comes
+// if all blocks run at the same time: the launch has only as many as the device holds. (Clusters
+// without a tile make planes, too.) A thread of the makers' warpgroup has 152 registers, not 56 as
+// in *planes first*. So one of a consumer has 176, not 224.
 //
-// This hides only a part. A step multiplies 128 x 32 by 32 x 256 in 1024 cycles: 2^20
-// multiply-adds, 1024 a cycle. In them the factors arrive in shared memory, 16 KB and 32 KB, and
-// each of the two consumers reads half of the left one and all of the right one, together 80 KB.
-// All this is 128 bytes a cycle, as much as shared memory can do, and what makers load and store
-// needs it, too. (Counted, not measured.)
+// The product hides only a part of the makers' work. It takes 1024 cycles for a stage, 128 x 32
+// times 32 x 256: 2^20 multiply-adds, 1024 a cycle. In these cycles the factors arrive in shared
+// memory, 16 KB and 32 KB, and each of the two consumers reads half of the left one and all of the
+// right one, together 80 KB. All this is 128 bytes a cycle, as much as shared memory can move (see
+// the page of lesson 3). What makers load and store needs it, too. (Counted, not measured.)
 
 // Patches are numbered as they are needed, in groups of `row_blocks` rows of patches, in a group
 // column by column. With 4 x 3 patches and groups of 2 rows, patches 0, 2 and 4 are the first row,
@@ -1173,11 +1187,11 @@ struct BesideMaker : PlaneMaker<A> {
            block % row_blocks;
   }
   // Makes this warp's share of the units that make_before() has left; `warps` share them. In each
-  // pass a warp first starts to load x and y of a unit, then reports the unit before, then makes
-  // this one. So it waits for its writes and those loads at the same time. The fence is for the
-  // copy engine, which will read the planes.
+  // pass a warp first starts to load x and y of a unit (in 2-D of two), then reports the previous
+  // unit, then makes this one. Before it reports it waits for its writes, and meanwhile the loads
+  // arrive. The fence is for the copy engine, which will read the planes.
   __device__ __forceinline__ void make_beside(int warp, int warps) const {
-    constexpr int kAtOnce = A::kBlades > 4 ? 1 : 2;  // rows: as many as registers hold
+    constexpr int kAtOnce = A::kBlades > 4 ? 1 : 2;  // units, of as many rows as registers hold
     const auto report = [&](int patch) {
 #if HOPPER_CODE
       global_fence();
@@ -1216,7 +1230,8 @@ struct BesideMaker : PlaneMaker<A> {
 #endif
 };
 
-// The kernel is *planes first* but for two things: the copies wait, and three warps make planes.
+// The kernel is *planes first* but for three things: three warps make planes, their warpgroup has
+// more registers, and at every fourth step, where a patch begins, the copies wait for this patch.
 template <class Tile, typename A>
 __global__ void HOPPER_CLUSTER(Tile::kBlocks) __launch_bounds__(384, 1)
     planes_beside(const __grid_constant__ CUtensorMap planes,
@@ -1257,8 +1272,11 @@ __global__ void HOPPER_CLUSTER(Tile::kBlocks) __launch_bounds__(384, 1)
 
 // ---- Unfused, backward --------------------------------------------------------------------------
 
-// Backward writes the planes' gradients over the planes. The gate is the share of a normal
-// distribution below s, so its derivative is the normal density, exp(-s^2 / 2) / sqrt(2 pi).
+// First comes dz. Then two products of the library for each grade give dw, and the planes'
+// gradients in place of the planes. From these come dx' and dy', and then dx and dy.
+
+// The gate is the share of a normal distribution below s, so its derivative is the normal density,
+// exp(-s^2 / 2) / sqrt(2 pi).
 __device__ float gate_slope(float s) { return 0.39894228f * __expf(-0.5f * s * s); }
 
 // A block writes dz = r d_out - r^3 z mean(d_out z) of a row and grade (lesson 10); r = 1 / rms(z).
@@ -1324,7 +1342,7 @@ __global__ void multiply_pairs_gradient(const float* x, const float* y, const fl
   });
 }
 
-// From the gradient of in gate(in_1), in place, that of in: one thread a multivector.
+// `gradient` comes as that of in gate(in_1), and becomes that of `in`: one thread a multivector.
 template <typename A>
 __global__ void apply_gate_gradient(const float* in, float* gradient, Layer layer) {
   const size_t at = static_cast<size_t>(blockIdx.x) * blockDim.x + threadIdx.x;
@@ -1392,13 +1410,18 @@ constexpr int kPairThreads = 2 * kTileThreads;
 constexpr int kGradientDepth = 32, kGradientCols = 2 * kTile, kGradientStride = kGradientCols + 8;
 constexpr int kGradientTileBytes = 3 * kTile * kGradientStride * sizeof(float);
 
-// The gradients of planes P_t,k, for a triple t and its kBlades blades k: dz_k w[t]^T for 64 rows
-// of the batch and 128 features of P, into shared memory, in rows kGradientStride apart. `dz` and
-// `w` point to the tile's first rows. A group has all 64 rows and half of the features. The product
-// sums over the features of z, 32 a step. While a step is multiplied, the next one comes to the
-// other of two stages. A stage has 64 x 32 of each dz_k, and then for each group 64 rows of w. At
-// the end the sums overwrite the stages. The sum goes along the rows of w, too, so ldmatrix loads
-// also this right operand. Its four matrices of 8 x 4 floats are the fragments for 16 columns.
+// Leaves the gradients of the planes P_t,k of one triple t in shared memory, for 64 rows of the
+// batch and 128 features of P. There are kBlades such planes. Each has the gradient dz_k w[t]^T, a
+// sum over the features of z. A step takes 32 of them:
+//
+//     its stage   64 x 32 of each dz_k, then 128 x 32 of w[t], whose rows are features of P. There
+//                 are two stages: while one is multiplied, the other one is filled
+//     the groups  each of the two multiplies all 64 rows by 64 of the rows of w[t]
+//
+// `dz` and `w` point to the first of these rows. At the end the sums overwrite the stages, in rows
+// that are kGradientStride apart. A row of w[t] has neighbouring features of z, over which the sum
+// goes, as a row of dz has. So ldmatrix can load the right operand, too: its four matrices of 8 x 4
+// floats are 16 rows of w[t], which are columns of the result, by 8 features of z.
 template <int kBlades>
 __device__ __forceinline__ void plane_gradients(const float* dz, const float* w,
                                                 const ResultGradients& of, int features,
@@ -1478,7 +1501,8 @@ __device__ __forceinline__ void store_grade(float* to, const Multivectors<A, 4>&
   unroll<A::first(grade), A::first(grade + 1)>(
       [&](auto k) { *reinterpret_cast<Pack<4>*>(to + k * pitch) = from.blade[k]; });
 }
-// Whether no triple before t has its grade of x; of y.
+// Whether t is the first triple with its grade of x, by which triples are ordered; and the same for
+// its grade of y.
 template <typename A>
 __host__ __device__ constexpr bool is_first_of_x(int t) {
   return t == 0 || A::triple(t - 1).x != A::triple(t).x;
@@ -1707,18 +1731,20 @@ __global__ void sum_weight_gradients(const float* partials, float* dw, int count
 // that forward ended with, whose planes are still there. First these are multiplied for dw. Then
 // the planes' gradients are written over them, and taken apart by a kernel of their own.
 //
-// dz is stored transposed, (blades, stride, pitch): so it is a right factor for dw, whose k is the
-// batch. For the planes' gradients, and dw, the left factor has its k from row to row. In TF32
-// wgmma takes such a factor from registers only: TransposedLeftTile. So neither dz nor planes have
-// to be in memory in both orders.
+// dz is stored transposed, (blades, stride, pitch). The product for dw sums over the batch. In a
+// row of dz neighbours of the batch lie beside each other, so dz can be its right factor. The left
+// factors are planes for dw, and dz for the planes' gradients: in memory each of their rows has a
+// single k. In TF32 wgmma takes such a factor from registers only: TransposedLeftTile loads it to
+// them. So neither dz nor planes have to be in memory in both orders.
 using LargeTransposed = Tf32Tile<256, 2, TransposedLeftTile<128>>;
 using SmallTransposed = Tf32Tile<128, 1, TransposedLeftTile<128>>;
 
 constexpr int kResultRows = 8, kResultThreads = 512;
 
-// dz of 8 rows and one grade a block, in TF32: dz = r d_out - r out mean(d_out out). Two warps add
-// up a row by fours; then a thread has 8 rows of a feature. In dz these are 32 neighbouring bytes,
-// a sector, the least that memory writes at once. The second reads hit a cache.
+// A block writes dz of 8 rows and one grade, in TF32: dz = r d_out - r out mean(d_out out). Two
+// warps add up a row, each lane four features at a time. Then a thread has 8 rows of a feature. In
+// dz these are 32 neighbouring bytes, a sector, the least that memory writes at once. The second
+// reads hit a cache. Features become columns of dw, so they are in the order of place_of_column().
 struct ResultFactors {
   float products[kResultThreads / 32];  // each warp's sum of d_out out
   float2 factors[kResultRows];          // each row's r, and r mean(d_out out)
@@ -1802,8 +1828,8 @@ __global__ void __launch_bounds__(kResultThreads, 2)
 }
 
 #if HOPPER_CODE
-// A consumer's `steps` steps with a left factor in registers: while a step is multiplied, the
-// fragments of the next one are loaded.
+// A consumer multiplies `steps` stages with the left factor in registers. While a stage is
+// multiplied, the fragments of the next one are loaded: what each thread holds of the left factor.
 template <class Tile, class Cluster>
 __device__ __forceinline__ void multiply_fragments(
     Sum<Tile::BN>& sum, Reader<decltype(Tile::Shared::pipeline), Cluster>& reader, int steps,
@@ -1819,8 +1845,9 @@ __device__ __forceinline__ void multiply_fragments(
 }
 #endif
 
-// The planes' gradients of a chunk, dz_k w[t]^T: left factor dz, transposed; right: weights (slot,
-// in feature, out feature). A tile has rows of one plane. They are written to `d` as planes lie.
+// The planes' gradients of a chunk, dz_k w[t]^T. The left factor is dz, which is stored transposed,
+// the right one the `plain` weights of WeightTransposer. A tile is a part of one plane. Tiles are
+// numbered by rows, then plane, then columns. Each gradient is written to `d` where its plane was.
 struct PlaneGradientTiles {
   Chunk chunk;
   Order order;
@@ -1890,9 +1917,10 @@ __global__ void HOPPER_CLUSTER(Tile::kBlocks) __launch_bounds__(384, 1)
 #endif
 }
 
-// dw[t] of a chunk, the sum of P_t,k^T dz_k over its rows and the blades k: left factor planes,
-// transposed; right: dz. At each step along the rows all blades of the slot's grade come. Where
-// there are few tiles, `splits` clusters share the rows of one: each leaves a partial sum.
+// dw[t] of a chunk, the sum of P_t,k^T dz_k over its rows and the blades k. The left factor is the
+// planes, read transposed, the right one is dz. For each 32 rows there is a stage for each blade of
+// the slot's grade. Where there are few tiles, `splits` clusters share the rows of one: each leaves
+// a partial sum.
 struct WeightGradientTiles {
   Chunk chunk;
   Order order;
@@ -1919,7 +1947,8 @@ struct WeightGradientTiles {
     int slot, c, split, begin, end, row, col;
     __host__ __device__ int steps(const Order& of) const { return (end - begin) * of.blades(c); }
   };
-  // Slots whose grade has the most blades first: all but those of the scalar and of the last one.
+  // First come the slots whose grade has the most blades: all but those of the first and the last
+  // grade, which have one blade.
   __host__ __device__ Place place(int tile, int tile_rows, int tile_cols) const {
     const int after = order.slot[order.grades - 1], first = order.slot[1];
     const int i = tile / (splits * row_tiles * cols);
@@ -2026,7 +2055,8 @@ __global__ void __launch_bounds__(128)
 // ---- Launches -----------------------------------------------------------------------------------
 
 // For each row of the table at the top a struct has its memory and its launches, in their order.
-// bytes() is the memory beside inputs and outputs. What any() returns has undefined contents.
+// bytes() is the memory beside inputs and outputs. workspace.any() gives memory with undefined
+// contents.
 using Tensors = CliffordTable;
 using Gradients = CliffordGradients;
 
@@ -2184,8 +2214,8 @@ struct TiledBackward {
     const int whole = std::max(1, static_cast<int>(most) / kTile);
     return kTile * std::min(whole, Tiled<A>::tiles(tiled.of.layer.batch));
   }
-  // As many as make up to two blocks for each multiprocessor, but at most 16, and at most as many
-  // as there are tiles of 128 rows.
+  // In how many shares dw's sum over the batch is computed: as many as make up to two blocks for
+  // each multiprocessor, but at most 16, and at most as many as there are tiles of 128 rows.
   static int shares_of_batch(const Tiled<A>& tiled, int rows, const Device& device) {
     const int tiles = Tiled<A>::tiles(tiled.of.layer.features);
     const int blocks = tiles * tiles * A::kGrades;
@@ -2237,8 +2267,8 @@ int clusters_of(void (*kernel)(Parameters...)) {
   allow_shared_bytes(kernel, kBytes);
   return resident_clusters(kernel, Tile::kBlocks, 384, kBytes);
 }
-// The choice that takes fewer cycles: rounds times the cycles of a step. large(clusters) and
-// small(clusters) are how many tiles there are.
+// The choice that takes fewer cycles: the number of rounds times the cycles of a step. A tile of
+// either size has as many steps. large(clusters) and small(clusters) are how many tiles there are.
 template <typename LargeTiles, typename SmallTiles>
 TileChoice choose_tile(int large_clusters, int small_clusters, LargeTiles large, SmallTiles small) {
   const int large_cycles = kLargeCycles * ceil_div(large(large_clusters), large_clusters);
@@ -2251,16 +2281,23 @@ void launch_product(void (*kernel)(Parameters...), int clusters, const Arguments
   launch_early(kernel, Tile::kBlocks * static_cast<unsigned>(clusters), 384,
                sizeof(typename Tile::Shared), arguments...);
 }
-// A factor (rows, cols) in memory, of which the copy engine moves boxes of so many rows. Boxes of a
-// right one have 128 rows: all columns of a small tile, or a block's half of a large one's.
+// Describes a factor (rows, cols) in memory to the copy engine, which moves boxes of box_rows rows
+// and 32 columns. 128 rows of a right factor are all 128 columns of a small tile of the result, or
+// those 128 columns of a large one that one of its two blocks brings.
 CUtensorMap factor(const float* data, int64_t rows, int64_t cols, unsigned box_rows = 128) {
   return tensor_map<float>(data, rows, cols, box_rows);
 }
 
-// *planes first* and *planes beside*, forward. For each chunk these are make_ready, planes_first or
-// planes_beside, and normalize_rest, if some rows' tiles are not together(). Backward adds for each
-// chunk, from the last one on, turn_result_gradients, weight_gradients_product,
-// plane_gradients_product and take_planes_apart. All but the last one make planes again.
+// *planes first* and *planes beside*, forward. For each chunk of the batch forward() launches
+// make_ready, then planes_first or planes_beside, then normalize_rest, if some rows' tiles are not
+// together(). Backward goes through the chunks from the last one to the first one, and launches for
+// each turn_result_gradients, weight_gradients_product, plane_gradients_product and
+// take_planes_apart. The memory has the planes of one chunk. After forward these are those of the
+// last one, so for each other chunk make_ready runs again, after turn_result_gradients.
+//
+// `kept` is memory for 1 / rms, which all kernels of a table may share. `squares` is what Norm has
+// of this name. `made` has two lists of counters: for each patch how many of its units are there,
+// and after them Norm's `counted`.
 template <typename A, bool kBeside>
 struct InMemory {
   static constexpr size_t kPlaneBytes = 1 << 30;
@@ -2282,8 +2319,9 @@ struct InMemory {
     return planes.bytes() + weights.bytes() + made.bytes() +
            (of.layer.normed ? inverses.bytes() + squares.bytes() : 0);
   }
-  // In as few chunks as the planes' memory needs. A grid has at most 65535 blocks along y, and
-  // backward has a row of blocks for each row.
+  // How many rows a chunk has. There are as few chunks as kPlaneBytes allows, about equally long,
+  // and all but the last have a multiple of 256 rows. A grid has at most 65535 blocks along y, and
+  // backward has a row of blocks for each row: so `most` is at most 255 x 256.
   int rows_at_a_time() const {
     const int batch = of.layer.batch;
     const size_t fit = kPlaneBytes / (sizeof(float) * order.planes() * stride);
@@ -2323,14 +2361,15 @@ struct InMemory {
   PlaneMaker<A> all_planes(const Chunk& chunk) const {
     return {of.x, of.y, planes, chunk, chunk.row_blocks(), chunk.slices()};
   }
-  // Before the product come the planes of the first round's rows, of 256 features.
+  // Of the rows of the first round, the planes of 256 features are made before the product.
   BesideMaker<A> maker(const Chunk& chunk) const {
     BesideMaker<A> result{all_planes(chunk), made};
     result.row_blocks = std::min(norm(chunk).tiles.rows_of_round() / 128, result.row_blocks);
     result.slices = std::min(2, result.slices);
     return result;
   }
-  // These planes of a chunk and, with those of the first one, the weights.
+  // Launches make_ready. It makes the planes that `planes_of` makes before the product and, with
+  // those of the first chunk, rounds and transposes the weights.
   void prepare(const PlaneMaker<A>& planes_of, bool with_weights, float* plain_weights) const {
     const int plane_blocks = planes_of.units_before() / 4;
     const WeightTransposer transposer{of.w,   weights, plain_weights, of.layer.features,
