@@ -146,36 +146,42 @@ class ResidentLayer {
   }
   template <class... Plans>
   void add_all() {
-    (add<Plans>(), ...);
+    (add<typename Plans::Rows>(Plans::kKind, launch<Plans>), ...);
   }
 
-  template <class Plan>
-  void add() {
+  /// With `blocks` blocks side by side, which have all columns together.
+  template <class Rows>
+  using Launch = void (*)(const GatingMemory& memory, const GatingShape& shape,
+                          const ResidentSizes& sizes, Rows x, int blocks, cudaStream_t stream);
+
+  template <class Rows>
+  void add(const PlanKind& kind, Launch<Rows> launch) {
     const int room = most_shared_bytes();
-    for (int boxes = Plan::Rows::most_boxes(shape_); boxes > 0; --boxes) {
-      const typename Plan::Rows rows(shape_, boxes);
-      const int64_t most = std::min<int64_t>(8, Plan::Rows::most_fetches(shape_));
+    for (int boxes = Rows::most_boxes(shape_); boxes > 0; --boxes) {
+      const Rows rows(shape_, boxes);
+      const int64_t most = std::min<int64_t>(8, Rows::most_fetches(shape_));
       for (int blocks = 1; blocks <= most; ++blocks) {
-        const Plan plan(rows, shape_, blocks, room);
-        if (plan.stages == 0) continue;
+        const ResidentSizes sizes(kind, rows.stages, rows.stage_bytes(), shape_, blocks, room);
+        if (sizes.stages == 0) continue;
         whole_ = whole_ || blocks == 1;
-        const double microseconds = plan.microseconds(shape_, blocks);
+        const double microseconds = sizes.microseconds(kind, shape_, blocks);
         ways_.offer(microseconds, [&] {
-          return Way{plan.name(blocks), microseconds,
-                     [memory = memory_, shape = shape_, plan, rows, blocks, stream = stream_] {
-                       launch(memory, shape, plan, rows, blocks, stream);
-                     },
-                     static_cast<int>(plan.bytes())};
+          return Way{sizes.name(kind, blocks), microseconds,
+                     [launch, memory = memory_, shape = shape_, sizes, rows, blocks,
+                      stream = stream_] { launch(memory, shape, sizes, rows, blocks, stream); },
+                     static_cast<int>(sizes.bytes(kind))};
         });
       }
     }
   }
 
-  /// With `blocks` blocks side by side, which have all columns together.
   template <class Plan>
-  static void launch(const GatingMemory& memory, const GatingShape& shape, const Plan& plan,
-                     typename Plan::Rows x, int blocks, cudaStream_t stream) {
-    allow_shared_bytes(resident_layer<Plan>, static_cast<int>(plan.bytes()));
+  static void launch(const GatingMemory& memory, const GatingShape& shape,
+                     const ResidentSizes& sizes, typename Plan::Rows x, int blocks,
+                     cudaStream_t stream) {
+    const Plan plan(sizes);
+    const size_t bytes = sizes.bytes(Plan::kKind);
+    allow_shared_bytes(resident_layer<Plan>, static_cast<int>(bytes));
     const unsigned fit = std::max(1, multiprocessors() / blocks);
     const dim3 grid(std::min(blocks_for(shape.rows, 64), fit), blocks);
     x.are_of(memory.x, shape);
@@ -184,7 +190,7 @@ class ResidentLayer {
       out.are_of(memory.out, shape, plan.panels * blocks, Plan::kWidth);
     }
     resident_layer<Plan>
-        <<<grid, Plan::kThreads, plan.bytes(), stream>>>(x, memory.operands(shape), out, plan);
+        <<<grid, Plan::kThreads, bytes, stream>>>(x, memory.operands(shape), out, plan);
   }
 
   GatingMemory memory_;

@@ -292,22 +292,25 @@ struct OutMaps {
 /// panels are there.
 enum class Out { boxes, rows, panels };
 
-/// How a block is divided, and what it has in shared memory: `panels` panels of the weights, room
-/// for results (each consumer's, or each team's whole rows), and `stages` stages of x for each
-/// team. A team is kTeam consumers, which share a tile of x and divide its panels among them. There
-/// are no stages if there is no room.
-template <class Rows_, int kWidth_, int kConsumers_, Out kOut_, int kTeam_ = 1>
-struct ResidentPlan {
-  using Rows = Rows_;
-  static constexpr int kTeam = kTeam_, kTeams = kConsumers_ / kTeam;
-  static_assert(kConsumers_ % kTeam == 0);
-  static constexpr int kWidth = kWidth_;          // columns of out that are one sum
-  static constexpr int kConsumers = kConsumers_;  // warpgroups, beside one that copies
-  static constexpr int kThreads = 128 * (1 + kConsumers);
-  static constexpr int kRegisters = kConsumers == 4 ? 112 : kConsumers == 3 ? 160 : 240;
-  static constexpr Out kOut = kOut_;
-  static constexpr int kOutBoxes = (kWidth + kBoxCols - 1) / kBoxCols;
-  static constexpr int kSharers = kOut == Out::rows ? kTeam : 1;  // consumers of a room for results
+/// How a block is divided: a sum is `width` columns of out, and has `consumers` warpgroups beside
+/// one that copies. `team` of them share a tile of x and divide its panels among them. `sharers`
+/// consumers have a room for results. A slice of 16 columns of x costs `slice_cycles` beside the
+/// product.
+struct PlanKind {
+  int width, consumers, team;
+  Out out;
+  int slice_cycles;
+
+  constexpr int teams() const { return consumers / team; }
+  constexpr int sharers() const { return out == Out::rows ? team : 1; }
+  constexpr int rooms() const { return consumers / sharers(); }
+  constexpr int boxes() const { return (width + kBoxCols - 1) / kBoxCols; }  // of a panel of out
+};
+
+/// What a block has in shared memory: `panels` panels of the weights, room for results (each
+/// consumer's, or each team's whole rows), and `stages` stages of x for each team. There are no
+/// stages if there is no room.
+struct ResidentSizes {
   static constexpr int kMostStages = 16;
   int rows;    ///< of ResidentWeights
   int panels;  ///< of a block
@@ -317,65 +320,86 @@ struct ResidentPlan {
     double team, together, waiting;
   } tile_cycles = {};  ///< for 64 rows: a team's; what consumers share; waiting for x
 
-  /// For `blocks` blocks side by side, which have all columns together.
-  ResidentPlan(const Rows& x, const GatingShape& shape, int blocks, int64_t room)
+  /// For `blocks` blocks side by side, which have all columns together. A tile of x is
+  /// `stages_of_x` stages of so many bytes.
+  ResidentSizes(const PlanKind& kind, int stages_of_x, int bytes_of_stage, const GatingShape& shape,
+                int blocks, int64_t room)
       : rows(static_cast<int>(shape.channels + 15) / 16 * 16 + 16),
-        panels(static_cast<int>((shape.hidden + kWidth * blocks - 1) / (kWidth * blocks))),
-        pitch(kOut == Out::boxes  ? kOutBoxes * kBoxCols
-              : kOut == Out::rows ? static_cast<int>(shape.hidden)
-                                  : (kWidth + 7) / 16 * 16 + 8),
-        stage_bytes(x.stage_bytes()),
+        panels(static_cast<int>((shape.hidden + kind.width * blocks - 1) / (kind.width * blocks))),
+        pitch(kind.out == Out::boxes  ? kind.boxes() * kBoxCols
+              : kind.out == Out::rows ? static_cast<int>(shape.hidden)
+                                      : (kind.width + 7) / 16 * 16 + 8),
+        stage_bytes(bytes_of_stage),
         out_bytes((128 * pitch + 1023) / 1024 * 1024) {
     if (shape.rows % 8 != 0 || shape.channels > 1024) return;  // 8 rows: a multiple of 16 bytes
-    if (int64_t{panels} * kWidth * (blocks - 1) >= shape.hidden) return;
+    if (int64_t{panels} * kind.width * (blocks - 1) >= shape.hidden) return;
     if (panels > room / rows) return;  // bytes() would not be an int
-    if (panels < kTeam) return;
-    if (kOut == Out::rows && blocks > 1) return;
-    if (kOut == Out::boxes && (shape.hidden % 8 != 0 || panels * blocks > OutMaps::kMost)) return;
-    const int64_t each = kTeams * static_cast<int64_t>(stage_bytes + 2 * sizeof(Barrier));
-    const int64_t most = (room - static_cast<int64_t>(bytes())) / each;
+    if (panels < kind.team) return;
+    if (kind.out == Out::rows && blocks > 1) return;
+    if (kind.out == Out::boxes && (shape.hidden % 8 != 0 || panels * blocks > OutMaps::kMost)) {
+      return;
+    }
+    const int64_t each = kind.teams() * static_cast<int64_t>(stage_bytes + 2 * sizeof(Barrier));
+    const int64_t most = (room - static_cast<int64_t>(bytes(kind))) / each;
     // A consumer's panels read the same tile. A stage is given back when the next one has come.
-    const int slices = rows / 16, own = (panels + kTeam - 1) / kTeam;
-    if (most < (own > 1 ? x.stages : std::min(2, x.stages))) return;
+    const int slices = rows / 16, own = (panels + kind.team - 1) / kind.team;
+    if (most < (own > 1 ? stages_of_x : std::min(2, stages_of_x))) return;
     stages = static_cast<int>(std::min<int64_t>(most, kMostStages));
     // Fitted to half of 400 shapes drawn at random, each computed in all ways, on an H200.
     // Consumers work side by side, but they share the tensor cores and the unit for ex2 and rcp.
     // The producer fills a team's stages before the next team's. If a tile needs more of them than
     // there are, it waits for that team, and the others wait for it.
-    const double panel = 510 + kWidth * (0.79 * slices + 7.4 + (kOut == Out::panels ? 11 : 0)) +
-                         Rows::kSliceCycles * slices;
+    const double panel = 510 +
+                         kind.width * (0.79 * slices + 7.4 + (kind.out == Out::panels ? 11 : 0)) +
+                         1.0 * kind.slice_cycles * slices;
     tile_cycles = {.team = own * panel + 204,
-                   .together = panels * kWidth * (0.72 * slices + 2.7),
-                   .waiting = 263.0 * std::max(0, x.stages - stages)};
+                   .together = panels * kind.width * (0.72 * slices + 2.7),
+                   .waiting = 263.0 * std::max(0, stages_of_x - stages)};
   }
-  __host__ __device__ int weight_bytes() const {
-    return (2 * kWidth + kBoxCols - 1) / kBoxCols * 128 * rows * panels;
+  __host__ __device__ int weight_bytes(int width) const {
+    return (2 * width + kBoxCols - 1) / kBoxCols * 128 * rows * panels;
   }
   /// What it should take with `blocks` blocks side by side: each gets its weights, 25 bytes a
   /// cycle, and then rows. Memory brings and takes these, and not all of that is hidden.
-  double microseconds(const GatingShape& shape, int blocks) const {
+  double microseconds(const PlanKind& kind, const GatingShape& shape, int blocks) const {
     const unsigned fit = std::max(1, multiprocessors() / blocks);
     const double rounds = std::max(1.0, 1.0 * blocks / multiprocessors());  // where none fits
     const unsigned tiles = blocks_for(blocks_for(shape.rows, 64), fit);     // of a block
     const auto& [team, together, waiting] = tile_cycles;
-    const double work = std::max(blocks_for(tiles, kTeams) * team, tiles * together) +
-                        tiles * waiting + weight_bytes() / 25.0;
+    const double work = std::max(blocks_for(tiles, kind.teams()) * team, tiles * together) +
+                        tiles * waiting + weight_bytes(kind.width) / 25.0;
     return 4.7 + rounds * work / cycles() + 0.9 * shape.bytes() / memory_rate();
   }
-  std::string name(int blocks) const {
-    return "columns of a sum: " + std::to_string(kWidth) +
-           "; consumers: " + std::to_string(kConsumers) +
-           (kTeam > 1 ? ", in teams of " + std::to_string(kTeam) : "") + "; out in " +
-           (kOut == Out::boxes  ? "boxes"
-            : kOut == Out::rows ? "rows"
-                                : "parts") +
+  std::string name(const PlanKind& kind, int blocks) const {
+    return "columns of a sum: " + std::to_string(kind.width) +
+           "; consumers: " + std::to_string(kind.consumers) +
+           (kind.team > 1 ? ", in teams of " + std::to_string(kind.team) : "") + "; out in " +
+           (kind.out == Out::boxes  ? "boxes"
+            : kind.out == Out::rows ? "rows"
+                                    : "parts") +
            "; stages: " + std::to_string(stages) +
            "; blocks side by side: " + std::to_string(blocks);
   }
-  size_t bytes() const {
-    return weight_bytes() + kConsumers / kSharers * out_bytes +
-           kTeams * stages * (stage_bytes + 2 * sizeof(Barrier));
+  size_t bytes(const PlanKind& kind) const {
+    return weight_bytes(kind.width) + kind.rooms() * out_bytes +
+           kind.teams() * stages * (stage_bytes + 2 * sizeof(Barrier));
   }
+};
+
+/// The same for a kernel, which knows the kind when it is compiled.
+template <class Rows_, int kWidth_, int kConsumers_, Out kOut_, int kTeam_ = 1>
+struct ResidentPlan : ResidentSizes {
+  using Rows = Rows_;
+  static constexpr PlanKind kKind = {kWidth_, kConsumers_, kTeam_, kOut_, Rows::kSliceCycles};
+  static constexpr int kWidth = kWidth_, kConsumers = kConsumers_;
+  static constexpr int kTeam = kTeam_, kTeams = kKind.teams(), kSharers = kKind.sharers();
+  static_assert(kConsumers % kTeam == 0);
+  static constexpr int kThreads = 128 * (1 + kConsumers);
+  static constexpr int kRegisters = kConsumers == 4 ? 112 : kConsumers == 3 ? 160 : 240;
+  static constexpr Out kOut = kOut_;
+  static constexpr int kOutBoxes = kKind.boxes();
+
+  explicit ResidentPlan(const ResidentSizes& sizes) : ResidentSizes(sizes) {}
 };
 
 /// Plans by how their results leave.
@@ -420,7 +444,8 @@ struct PlanShared {
   ResidentStages stages;  ///< of all teams
 
   __device__ PlanShared(char* memory, const Plan& plan)
-      : out(memory + plan.weight_bytes()), W{reinterpret_cast<half*>(memory), plan.rows} {
+      : out(memory + plan.weight_bytes(Plan::kWidth)),
+        W{reinterpret_cast<half*>(memory), plan.rows} {
     const int count = Plan::kTeams * plan.stages;
     char* const x = out + Plan::kConsumers / Plan::kSharers * plan.out_bytes;
     Barrier* const barriers = reinterpret_cast<Barrier*>(x + count * plan.stage_bytes);
