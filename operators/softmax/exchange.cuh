@@ -147,11 +147,10 @@ struct RowsOfX {
     }
   }
   static int shift_of(int64_t stride) { return stride % 4 == 0 ? 0 : stride % 2 == 0 ? 1 : 2; }
-  // How many strips of kRows rows there are, if there are `rows` rows. Strip s is of the matrix s %
-  // 2^shift.
-  template <int kRows>
-  __host__ __device__ static int strips(int rows, int shift) {
-    return (rows + (kRows << shift) - 1) / (kRows << shift) << shift;
+  // How many strips of `of_strip` rows there are, if there are `rows` rows. Strip s is of the matrix
+  // s % 2^shift.
+  static int strips(int rows, int of_strip, int shift) {
+    return (rows + (of_strip << shift) - 1) / (of_strip << shift) << shift;
   }
   __host__ __device__ int before(int i) const { return i * (D % 4) % 4; }
   // How many rows the matrix of row `first` has, from that row on.

@@ -158,9 +158,8 @@ struct Product {
   LogitsAlone alone = {};  // of a half fused one
 };
 
-template <typename Function>
-Product product_of(const char* name, Function* kernel, int shared_bytes,
-                   std::function<void(Results)> launch) {
+inline Product product_of(const char* name, AnyKernel kernel, int shared_bytes,
+                          std::function<void(Results)> launch) {
   allow_shared_bytes(kernel, shared_bytes);
   return {name, std::move(launch), shared_bytes};
 }
@@ -178,9 +177,9 @@ constexpr int kLeastForParts = 4096, kRowsForParts = 16;
 inline bool leaves_parts(const Layer& layer) {
   return layer.C > (layer.B > kRowsForParts ? kLongestInRegisters : kLeastForParts);
 }
-template <typename Function, typename Launch>
-Product half_fused(const Layer& layer, const char* name, Function* kernel, int shared_bytes,
-                   int slices, int tiles, Launch launch) {
+inline Product half_fused(const Layer& layer, const char* name, AnyKernel kernel, int shared_bytes,
+                          int slices, int tiles,
+                          const std::function<void(const Results&, int)>& launch) {
   const bool parts = slices == 1 && leaves_parts(layer);
   const auto both = [=, sliced = layer.sliced, shape = layer.shape, B = layer.B, C = layer.C,
                      stream = layer.workspace.stream](Results results) {

@@ -83,66 +83,74 @@ struct SplitTileCost {
 inline constexpr SplitTileCost kSplitTileCosts[] = {
     {32, 810, 1200}, {64, 1260, 2440}, {128, 2000, 5170}};
 
+/// What plans for *exchange* depend on of a Tile.
+struct ExchangeTileFacts {
+  int rows, columns, peers;
+  bool aligned, high_low;
+};
+
 /// How long *exchange* should take with one size of tiles, if `all` of its blocks run at a time.
-template <class Tile>
 struct ExchangeTime {
   const Layer& layer;
+  ExchangeTileFacts tile;
   int64_t all, tiles, strips;
   int shift;  ///< see RowsOfX
   double copies;
 
-  ExchangeTime(const Layer& layer, bool copies_x, bool copies_W, int64_t all)
+  ExchangeTime(const Layer& layer, const ExchangeTileFacts& tile, bool copies_x, bool copies_W,
+               int64_t all)
       : layer(layer),
+        tile(tile),
         all(all),
-        tiles(Tile::kPeers * blocks_for(layer.C, Tile::kPeers * Tile::kColumns)),
+        tiles(tile.peers * blocks_for(layer.C, tile.peers * tile.columns)),
         shift(copies_x ? 0 : RowsOfX::shift_of(layer.x_stride)),
         copies((copies_x ? copy_microseconds(layer.B, layer.D) : 0) +
                (copies_W ? copy_microseconds(layer.D, layer.C) : 0)) {
-    strips = RowsOfX::strips<Tile::kRows>(layer.B, shift);
+    strips = RowsOfX::strips(layer.B, tile.rows, shift);
   }
 
   /// The time if D is cut into `slices` slices, and `blocks` blocks run at a time, in so many
   /// rounds. `logits` says how often logits go from or to memory. wgmma reads the rows of x once
   /// for each 64 columns; W goes from shared memory to registers.
   double time(double rounds, double blocks, int slices, double logits, double more) const {
-    constexpr int kRows = Tile::kRows, kColumns = Tile::kColumns;
-    const int rows = std::min(kRows, ((layer.B - 1) >> shift) + 1);
+    const int rows = std::min(tile.rows, ((layer.B - 1) >> shift) + 1);
     const double of_x = shift > 0 ? kFetchedOffSectors : fetched_for_a_line(4 * layer.D);
-    const double of_W = Tile::kAligned ? fetched_for_a_line(4 * layer.C) : kFetchedOffSectors;
+    const double of_W = tile.aligned ? fetched_for_a_line(4 * layer.C) : kFetchedOffSectors;
     return copies +
-           operators::microseconds({.rounds = rounds,
-                                    .steps = std::ceil(std::ceil(layer.D / 32.0) / slices),
-                                    .rows = 1.0 * kRows,
-                                    .cols = kColumns,
-                                    .shared_lines = kRows + 2.0 * kColumns + kColumns / 64 * kRows,
-                                    .fetched_lines = of_x * rows / Tile::kPeers + of_W * kColumns,
-                                    .blocks = blocks,
-                                    .multiprocessors = 1.0 * layer.sms,
-                                    .memory_bytes = 4.0 * layer.D * (1.0 * layer.B + layer.C) +
-                                                    4.0 * logits * layer.shape.logits(),
-                                    .more = more});
+           operators::microseconds(
+               {.rounds = rounds,
+                .steps = std::ceil(std::ceil(layer.D / 32.0) / slices),
+                .rows = 1.0 * tile.rows,
+                .cols = 1.0 * tile.columns,
+                .shared_lines = tile.rows + 2.0 * tile.columns + tile.columns / 64 * tile.rows,
+                .fetched_lines = of_x * rows / tile.peers + of_W * tile.columns,
+                .blocks = blocks,
+                .multiprocessors = 1.0 * layer.sms,
+                .memory_bytes =
+                    4.0 * layer.D * (1.0 * layer.B + layer.C) + 4.0 * logits * layer.shape.logits(),
+                .more = more});
   }
 
   /// The same in 3xTF32, where each slice's logits go to memory. Single numbers, of rows with an
   /// odd length, take longer on their way out. Of the inputs' way from memory a third is not
   /// hidden.
   double split_time(double rounds, int slices, bool parts) const {
-    const auto is_it = [](const SplitTileCost& cost) { return cost.rows == Tile::kRows; };
+    const auto is_it = [&](const SplitTileCost& cost) { return cost.rows == tile.rows; };
     const SplitTileCost& cost = *std::ranges::find_if(kSplitTileCosts, is_it);
     const double steps = ceil_div(ceil_div(layer.D, kLine<float>), slices);
     const double finish =
-        cost.finish * (layer.C % 2 != 0 ? 1.55 : 1) + (parts ? 26.0 * Tile::kRows : 0);
+        cost.finish * (layer.C % 2 != 0 ? 1.55 : 1) + (parts ? 26.0 * tile.rows : 0);
     const double inputs = 4.0 * layer.D * (1.0 * layer.B + layer.C);
     return 6.2 + copies +
-           rounds * (steps * (cost.step + 160 * (Tile::kPeers - 1)) + finish) / cycles() +
+           rounds * (steps * (cost.step + 160 * (tile.peers - 1)) + finish) / cycles() +
            0.31 * inputs / memory_rate() + slices * layer.logits_microseconds();
   }
 
   /// A row's blocks wait for one another, some 3 us; those of a cluster hardly wait.
   double fused(int64_t strips_at_once) const {
     const double rounds = blocks_for(strips, strips_at_once);
-    if constexpr (Tile::kHighLow) {
-      return split_time(rounds, 1, false) + (tiles == Tile::kPeers ? 0 : 3 * rounds);
+    if (tile.high_low) {
+      return split_time(rounds, 1, false) + (tiles == tile.peers ? 0 : 3 * rounds);
     }
     const double blocks = 1.0 * tiles * persistent(strips, strips_at_once);
     return time(rounds, blocks, 1, 1, tiles == 1 ? 0 : 3 * rounds);
@@ -158,13 +166,13 @@ struct ExchangeTime {
 
   double of_product(int slices) const {
     const double units = 1.0 * strips * tiles * slices, rounds = std::ceil(units / all);
-    if constexpr (Tile::kHighLow) {
+    if (tile.high_low) {
       return split_time(rounds, slices, slices == 1 && leaves_parts(layer));
     }
     return time(rounds, units / rounds, slices, 0, 0);
   }
   double of_softmax(int slices) const {
-    if constexpr (Tile::kHighLow) return layer.softmax_microseconds(slices);
+    if (tile.high_low) return layer.softmax_microseconds(slices);
     return kNextLaunch + 4 * (slices + 1) * layer.shape.logits() / memory_rate();
   }
 
@@ -192,7 +200,7 @@ Product make_exchange(const Layer& layer, int clusters, int slices) {
   constexpr bool kRounds = Tile::kMath == Math::tf32;  // the copy engine does
   const bool fused = slices == 0;
   const int tiles = static_cast<int>(kPeers * blocks_for(layer.C, kPeers * Tile::kColumns));
-  const int strips = RowsOfX::strips<kRows>(layer.B, RowsOfX::shift_of(layer.x_stride));
+  const int strips = RowsOfX::strips(layer.B, kRows, RowsOfX::shift_of(layer.x_stride));
   const int waiting_grid = fused ? tiles * persistent(strips, kPeers * clusters / tiles) : 0;
   const int free_grid = kPeers * persistent(int64_t{strips} * tiles / kPeers, clusters);
   const int64_t posts = fused && tiles > 1 ? int64_t{strips} * tiles * kRows : 1;
@@ -218,34 +226,37 @@ Product make_exchange(const Layer& layer, int clusters, int slices) {
 
 // Adds the plans with one size of tiles: one launch, and two launches with those numbers of slices
 // that should take the least time, up to three. (Blocks that wait for one another need a GPU on
-// which nothing else runs.)
-template <class Tile>
-void plan_exchange(const Layer& layer, bool copies_x, std::vector<Plan>& plans) {
-  constexpr int kRows = Tile::kRows, kColumns = Tile::kColumns, kPeers = Tile::kPeers;
-  constexpr int kBytes = sizeof(typename Tile::Shared);
-  const auto kernel = product::product<ExchangedSoftmax<Tile>>;
-  allow_shared_bytes(kernel, kBytes);
-  const int clusters = clusters_that_fit(kernel, kPeers, Tile::kThreads, kBytes);
-  if (clusters == 0 || layer.C <= (kPeers - 1) * kColumns) return;  // none fits, or one has no tile
-  const bool copies_W = Tile::kAligned && layer.C % 4 != 0;
-  const ExchangeTime<Tile> time(layer, copies_x, copies_W, kPeers * clusters);
+// which nothing else runs.) At most `clusters` clusters run at a time.
+inline void add_exchange_plans(const Layer& layer, const ExchangeTileFacts& tile, int clusters,
+                               Product (*make)(const Layer&, int clusters, int slices),
+                               bool copies_x, std::vector<Plan>& plans) {
+  if (clusters == 0 || layer.C <= (tile.peers - 1) * tile.columns) return;  // or one has no tile
+  const bool copies_W = tile.aligned && layer.C % 4 != 0;
+  const ExchangeTime time(layer, tile, copies_x, copies_W, tile.peers * clusters);
   const auto add = [&](double microseconds, int slices, const std::string& how) {
-    const auto make = [=](const Layer& aligned) {
-      return make_exchange<Tile>(aligned, clusters, slices);
-    };
-    const std::string tiles = text_of_tiles(kRows, kColumns, kPeers, copies_x);
+    const std::string tiles = text_of_tiles(tile.rows, tile.columns, tile.peers, copies_x);
     plans.push_back({{microseconds, time.two_kernels(1), tiles, how},
                      copies_x,
                      copies_W,
-                     make,
+                     [=](const Layer& aligned) { return make(aligned, clusters, slices); },
                      slices,
                      slices > 0 ? time.of_logits(slices) : INFINITY});
   };
-  const bool may_wait = layer.workspace.alone || time.tiles == kPeers;  // for its own cluster
+  const bool may_wait = layer.workspace.alone || time.tiles == tile.peers;  // for its own cluster
   if (time.tiles <= time.all && may_wait) add(time.fused(time.all / time.tiles), 0, "");
   for (const int slices : time.likely_slices(layer.most_slices(4 * kLine<float>))) {
     add(time.two_kernels(slices), slices, "; half fused; slices: " + std::to_string(slices));
   }
+}
+template <class Tile>
+void plan_exchange(const Layer& layer, bool copies_x, std::vector<Plan>& plans) {
+  constexpr int kBytes = sizeof(typename Tile::Shared);
+  const AnyKernel kernel = product::product<ExchangedSoftmax<Tile>>;
+  allow_shared_bytes(kernel, kBytes);
+  add_exchange_plans(layer,
+                     {Tile::kRows, Tile::kColumns, Tile::kPeers, Tile::kAligned, Tile::kHighLow},
+                     clusters_that_fit(kernel, Tile::kPeers, Tile::kThreads, kBytes),
+                     make_exchange<Tile>, copies_x, plans);
 }
 
 // The plans with all sizes of tiles (rows, columns, blocks in a cluster), with x as it lies or
