@@ -11,10 +11,11 @@
 // coefficients, each of a blade: 1, e1, e2 and so on to e123. A blade's grade is how many basis
 // vectors it is made of: e12 has grade 2, and 1 has grade 0. x_1 is the coefficient of 1 in x, its
 // scalar. (Below, and in the code, a blade of x also means its coefficient in x.) Multivectors
-// multiply like polynomials in e1, e2, ... which anticommute, e2 e1 = -e1 e2, and square to +1, -1
-// or 0: that is the algebra's signature. Grade a of x and grade b of y add to grade c of z. Each
-// triple a, c, b that occurs has a weight for each feature, shared by the batch. In 2-D 10 triples
-// occur, in 3-D 20. |z_c|^2 is the plain sum of squares. Backward returns dx, dy and dw from d_out.
+// multiply like polynomials in e1, e2, ... which anticommute, e2 e1 = -e1 e2. Each of them squares
+// to +1, -1 or 0, and the algebra's signature says how many square to which. Grade a of x times
+// grade b of y can have parts of several grades c, which are added to z. Each triple a, c, b that
+// occurs has a weight for each feature, shared by the batch. In 2-D 10 triples occur, in 3-D 20.
+// |z_c|^2 is the plain sum of squares. Backward computes dx, dy and dw from d_out.
 //
 // If n is 2 and both vectors square to +1, there are four blades, and two of them multiplied are
 // one of them again, with a sign:
@@ -26,12 +27,13 @@
 //       e2  |   e2   -e12   1    -e1          e2 e12 = -e1 (e2 e2)      = -e1
 //       e12 |   e12  -e2    e1   -1           e12 e12 = -(e1 e1) (e2 e2) = -1
 //
-// A result is made of the places where the table has it. For e1 of z these are four of the 16.
-// (Here x and y stand for x' and y'.)
+// A coefficient of z is the sum over the places where its blade stands in the table. For e1 these
+// are four of the 16. (Here x and y stand for x' and y'.)
 //
 //     z_e1 = w[0,1,1] x_1 y_e1 + w[1,1,0] x_e1 y_1 + w[2,1,1] x_e12 y_e2 - w[1,1,2] x_e2 y_e12
 //
-// A weight belongs to three grades, of x, of the result and of y. Three dimensions have 64 places.
+// A weight belongs to three grades: that of the factor from x, that of the result, and that of the
+// factor from y. In three dimensions the table has 64 places.
 //
 // What moves: each blade is a plane of batch x features. x and y are read and out is written. In
 // 3-D these are 3 x 8 numbers, 96 bytes, for each pair of multivectors. What is computed: 92
@@ -49,14 +51,14 @@
 //     rows streamed    a pipeline of several stages that the copy engine fills; the weights are in
 //                      registers, and a row's sums come together while the next row is multiplied
 //
-// Forward stands first, then backward. Each table ends with its fastest row. The last two rows take
-// features that are a multiple of 4, so that a row is whole vectors of 16 bytes, and rows that fit
-// in a block: of "rows streamed" 1024 features of 4 or 8 blades, 512 of 16, 256 of 32. "rows
-// streamed" needs compute capability 9.0.
+// Forward stands first, then backward. Each table ends with its fastest row. For the last two rows
+// the number of features is a multiple of 4, so that a row is whole vectors of 16 bytes, and a row
+// has to fit in a block. In "rows streamed" that is a row of up to 1024 features with 4 or 8
+// blades, 512 with 16, and 256 with 32. "rows streamed" needs compute capability 9.0.
 //
 // What makes a kernel of 92 such instructions fast is that nobody looks anything up: which blade
 // times which gives which, with which sign and which weight, is known when the program is compiled.
-// Most write these lines by hand, or generate them with a symbolic package. Here the compiler does,
+// Most people write these lines by hand, or with a symbolic package. Here the compiler writes them,
 // from the signature: Cl<3, 0, 0> is all that a user writes; Cl<1, 3, 0> (spacetime), Cl<3, 0, 1>
 // (projective) and Cl<4, 1, 0> (conformal) cost nothing more.
 
@@ -111,9 +113,9 @@ __global__ void product_by_hand(const float* x, const float* y, const float* w, 
 
 // ---- The algebra --------------------------------------------------------------------------------
 
-// In three dimensions these four lines would be 64 terms, and a mistake in one sign would be hard
-// to find. From here to the end of the next section the compiler learns to write them. First it
-// makes the table above, for any signature: the functions are constexpr, so they run when the
+// In three dimensions the sums of product_by_hand would have 64 terms, and a wrong sign would be
+// hard to find. From here to the end of the next section the compiler learns to write them. First
+// it makes the table above, for any signature: the functions are constexpr, so they run when the
 // program is compiled.
 //
 // Basis vectors e1 .. ep square to +1, the next q to -1, the last r to 0. A blade is the set of its
@@ -139,7 +141,7 @@ struct Cl {
   }
 
   // The grades of x, of the result and of y; how many terms the triple has; and which blades of
-  // each have terms, as sets. (With vectors that square to 0 some have none.)
+  // each grade have terms, bit i for blade i. (With vectors that square to 0 some have none.)
   struct Triple {
     int x, result, y, terms;
     unsigned with_x, with_result, with_y;
@@ -230,7 +232,7 @@ static_assert(Cl<3, 0, 0>::sign_of_product(0b111, 0b111) == -1);    // e123 e123
 static_assert(Cl<3, 0, 1>::sign_of_product(0b1000, 0b1000) == 0);   // the projective direction
 static_assert(Cl<1, 3, 0>::sign_of_product(0b0001, 0b0001) == 1);   // time
 static_assert(Cl<1, 3, 0>::sign_of_product(0b0010, 0b0010) == -1);  // space
-static_assert(Cl<1, 3, 0>::sign_of_product(0b0011, 0b0011) == 1);   // a boost
+static_assert(Cl<1, 3, 0>::sign_of_product(0b0011, 0b0011) == 1);   // a boost: time and space
 static_assert(Cl<2, 0, 0>::kTriples == 10 && Cl<3, 0, 0>::kTriples == 20);
 
 // ---- The product, for any algebra ---------------------------------------------------------------
@@ -290,7 +292,8 @@ __device__ __forceinline__ void add_product(Pack<W>& sum, const Pack<W>& a, cons
   }
 }
 
-// The terms of triple t in blade k of z, without the weight: of each x_i, the y_j that it needs.
+// The terms of triple t in blade k of z, without the weight. Each x_i of the triple's grade is in
+// one at most, with the y_j for which e_i e_j is +e_k or -e_k.
 template <typename A, int t, int k, int W>
 __device__ __forceinline__ Pack<W> terms_of_z(const Multivectors<A, W>& x,
                                               const Multivectors<A, W>& y) {
@@ -399,9 +402,10 @@ __global__ void multiply_grades(const float* x, const float* y, const float* w, 
 // How a row adds up kCount numbers over its features. Each thread brings its own `sums`. A warp
 // adds them up by shuffles: lanes that are 16 apart exchange what they have, then lanes that are 8
 // apart, and so on, until all 32 lanes have the sum (a butterfly). The warps meet in shared memory.
-// Calls take turns with two `partials`, so one barrier in a call is enough. Who writes partials[0]
-// again has passed the barrier of the call with partials[1]. All threads arrived there after they
-// had read partials[0].
+// A kernel that calls this more than once has two arrays of partial sums, and its calls take turns
+// with them. So one barrier in a call is enough: a thread that writes the first array again has
+// passed the barrier of the call with the second one, and all threads arrived there after they had
+// read the first. (Sums is filled up to whole vectors of 16 bytes, so that few accesses move it.)
 template <int kCount>
 struct alignas(16) Sums {
   float value[(kCount + 3) / 4 * 4];
@@ -423,7 +427,7 @@ __device__ __forceinline__ void add_up_block(Sums<kCount>& sums, Sums<kCount>* p
   }
 }
 
-// rsqrtf is within two units in the last place.
+// rsqrtf is within two units in the last place (CUDA Programming Guide, "Standard Functions").
 __device__ float inverse_rms(float squares, const Layer& layer) {
   constexpr float kEpsilon = 1e-6f;
   return rsqrtf(squares * layer.inverse_features + kEpsilon);
@@ -454,9 +458,9 @@ __global__ void normalize_grade(const float* z, float* out, float* inverses, int
 
 // ---- Fused product ------------------------------------------------------------------------------
 
-// Gates and product in one kernel, as in product_by_hand, but written by the compiler. The sums of
-// 20 kernels stay in registers. A thread owns a feature and a strip of rows, so that it reads its
-// weights once.
+// Gates and product in one kernel, as in product_by_hand, but written by the compiler. What the 20
+// kernels of a product in 3-D add up in memory stays in registers here. A thread owns a feature and
+// a strip of rows, so that it reads its weights once.
 //
 //     StripThread  says which feature a thread has, and which rows
 //     Weights<A>   the weights of a feature, in registers. They are consecutive in memory, and come
@@ -468,7 +472,8 @@ int strip_blocks(const Layer& layer) {
   return strips(layer) * ceil_div(layer.features, kStripFeatures);
 }
 
-// Thread i of block b: feature i of chunk b % chunks, rows of strip b / chunks.
+// Thread i of block b: feature i of chunk b % chunks, rows of strip b / chunks. A thread beyond the
+// last feature has no rows.
 struct StripThread {
   int feature, row, end, strip;
   __device__ explicit StripThread(const Layer& layer) {
@@ -540,7 +545,7 @@ __device__ __forceinline__ void add_squares(const Multivectors<A, W>& z, Sums<A:
   });
 }
 
-// The norm of all grades; a block a row, which it reads twice, the second time from a cache.
+// The norm of all grades. A block has a row, and reads it twice, the second time from a cache.
 template <typename A>
 __global__ void normalize(const float* z, float* out, Layer layer) {
   __shared__ Sums<A::kGrades> partials[kMaxWarps];
@@ -565,8 +570,8 @@ constexpr int kRowThreads = 256;
 // z need not be written to be normalized: it can be computed again. A block takes one row after the
 // other. It walks over the row's features once for the sums and once for the result; the second
 // time x and y come from the L2 cache, as far as it still has them. The kernel can do this for rows
-// of any length. But each product of multivectors is computed twice. And the weights are read again
-// for every row, through the L1 cache.
+// of any length. But each product of multivectors is computed twice (without a norm once: there is
+// only walk 2). And the weights are read again for every row, through the L1 cache.
 template <typename A>
 __global__ void __launch_bounds__(kRowThreads)
     forward_one_launch(const float* x, const float* y, const float* w, float* out, Layer layer) {
@@ -611,8 +616,8 @@ __global__ void __launch_bounds__(kRowThreads)
 //     RowsOnChip     how many threads a block has, and how many of them, whole warps, have a row
 //     Place          which row of its block a thread has, and which W features: neighbours, moved
 //                    as one vector
-//     SharedWeights  the weights of a row, of each of its threads side by side
-//     RowReduction   adds up the sums of rows of which a block has several
+//     SharedWeights  the weights of a row's features. Those of one thread stand side by side
+//     RowReduction   adds up numbers over a row, for each of the rows that a block has
 //
 // For example, 100 features with W = 4 take 25 threads, so a row has one warp. A block of 512
 // threads has 16 rows.
@@ -620,8 +625,8 @@ __global__ void __launch_bounds__(kRowThreads)
 // Threads of a block. Each can have 128 registers if there are 512, and 255 if there are 256.
 template <typename A>
 constexpr int kThreads = A::kBlades <= 16 ? 512 : 256;
-// W: a thread has so many features of a row as its registers hold. It needs x, y and z of these
-// features at the same time, which are 3 W multivectors.
+// W: a thread has as many features of a row as its registers hold. It needs x, y and z of these
+// features at the same time, which are 3 W multivectors: with 8 blades 96 numbers.
 template <typename A>
 constexpr int kForwardWidth = A::kBlades <= 8 ? 4 : 1;
 constexpr int kVector = 4;  // rows are whole vectors of so many floats, 16 bytes
@@ -650,8 +655,8 @@ struct Place {
 //     for thread 1           w2.0 w3.0    w2.1 w3.1    w2.2 w3.2
 //
 // So a thread reads a Pack for each triple, and all of them at constant offsets from one address.
-// (Addresses that depend on a stride would each take a register.) From thread to thread it is an
-// odd number of packs, so that neighbouring threads meet in no bank.
+// (Addresses that depend on a stride would each take a register.) The weights of two neighbouring
+// threads are an odd number of packs apart, so that the threads read from different banks.
 template <typename A, int W>
 struct SharedWeights {
   static constexpr int kStride = W * (A::kTriples | 1);
@@ -659,8 +664,8 @@ struct SharedWeights {
 
   const float* own;  // of this thread
 
-  // Starts the copies of all weights, a float at a time: they change places. Beyond the row's end
-  // they become zeros, so threads without a feature multiply zeros.
+  // Starts the copies of all weights, a float at a time, since neighbours do not stay neighbours.
+  // Beyond the row's end there are zeros, so threads without a feature multiply zeros.
   __device__ SharedWeights(float* shared, const float* w, const RowsOnChip& shape,
                            const Layer& layer)
       : own(shared + threadIdx.x % shape.per_row * kStride) {
@@ -677,8 +682,8 @@ struct SharedWeights {
 };
 
 // The shared memory of a block, from the front: its warps' sums; the weights; and for each thread
-// the inputs of its next row, which it fills, reads and refills alone. kCount: how many sums a row
-// has.
+// the inputs of its next row, which it fills, reads and refills alone. These are an odd number of
+// packs, too. kCount: how many sums a row has.
 template <typename A, int W, int kTensors, int kCount>
 struct OnChip {
   static constexpr int kStride = W * (kTensors * A::kBlades | 1);
@@ -700,8 +705,8 @@ struct OnChip {
                threadIdx.x * kStride) {}
 
   // Starts the copies of a thread's part of a tensor, which begins at `from` in the first plane.
-  // What was there has been read: __syncwarp() keeps the compiler from moving these reads behind
-  // the copies.
+  // Zeros come instead if it is not `inside`. What was in this place has been read: __syncwarp()
+  // keeps the compiler from moving these reads behind the copies.
   __device__ __forceinline__ void fetch(int tensor, const float* from, size_t plane,
                                         bool inside) const {
     __syncwarp();
@@ -724,19 +729,30 @@ struct OnChip {
   }
 };
 
-// A butterfly for each of kCount sums takes 5 kCount shuffles. This takes fewer, in two halves that
-// are called reduce-scatter and all-gather. First two lanes give each other half of what they hold:
-// one goes on with the lower half of the sums, of both lanes, and the other one with the upper
-// half. Of four sums, s0 to s3, lanes hold these after each exchange, with the lane so far away:
+// A butterfly for each of kCount sums takes 5 kCount shuffles. This takes fewer. leave() adds up
+// over a warp. In each step two lanes share the work: each gives the other one half of its sums,
+// and goes on with the other half, to which it adds what it is given. (This is called a
+// reduce-scatter: each lane ends with a part of the results.) Of four sums, s0 to s3, lanes hold
+// these. Lanes 4 to 7 do the same as lanes 0 to 3, and so do the next four:
 //
-//     lane            0         1         2         3
-//     2 lanes away    s0, s1    s0, s1    s2, s3    s2, s3
-//     1 lane away     s0        s1        s2        s3
+//     lane            0              1              2              3              added up over
+//     before          s0 s1 s2 s3    s0 s1 s2 s3    s0 s1 s2 s3    s0 s1 s2 s3     1 lane
+//     2 lanes away    s0 s1          s0 s1          s2 s3          s2 s3           2 lanes
+//     1 lane away     s0             s1             s2             s3              4 lanes
+//     over_places     s0             s1             s2             s3             32 lanes
 //
-// In the end lane i has sum i of its warp, and so have lanes i + kPlaces, i + 2 kPlaces... For 8
-// sums that takes 9 shuffles, instead of 40. The sums of the row's warps meet in shared memory.
-// Then the lanes of one sum share the warps that they add up, over_places adds their parts, and all
-// lanes get all sums by shuffles.
+// over_places adds up over the lanes that hold the same sum. Lanes 0 to 3 write the warp's sums to
+// shared memory. After a barrier each warp of the row calls collect(). There lanes 0, 4, 8 and so
+// on read s0, each of other warps of the row. Warps are counted from the row's first one, up to 16:
+//
+//     lane            0       1       2       3       4       5       ...    31
+//     reads           s0      s1      s2      s3      s0      s1      ...    s3
+//     of warps        0, 8    0, 8    0, 8    0, 8    1, 9    1, 9    ...    7, 15
+//     over_places     s0      s1      s2      s3      s0      s1      ...    s3
+//     __shfl_sync     every lane takes s0 from lane 0, s1 from lane 1, and so on, and has all four
+//
+// (The last step is an all-gather: all lanes get all results.) With 8 sums leave() takes 9 shuffles
+// and collect() takes 10, where the butterflies take 40.
 template <int kCount>
 struct RowReduction {
   static constexpr int kSteps = std::bit_width(kCount - 1u), kPlaces = 1 << kSteps;
@@ -748,7 +764,7 @@ struct RowReduction {
     }
     return sum;
   }
-  // Adds up over a warp, and writes the result to shared memory.
+  // Adds up over a warp, and writes the result to shared memory. The sums from kCount on are 0.
   __device__ __forceinline__ static void leave(const Sums<kCount>& sums, Sums<kCount>& to) {
     const int lane = threadIdx.x % 32;
     float held[kPlaces];
@@ -779,8 +795,8 @@ struct RowReduction {
   }
 };
 
-// Adds up the sums of each row of a block. As in add_up_block, calls take turns with two
-// `partials`.
+// Adds up the sums of each row of a block. warp / warps * warps is the first warp of the thread's
+// row. As in add_up_block, calls take turns with two arrays of partial sums.
 template <int kCount>
 __device__ __forceinline__ void add_up_row(Sums<kCount>& sums, Sums<kCount>* partials,
                                            const RowsOnChip& shape) {
@@ -790,7 +806,7 @@ __device__ __forceinline__ void add_up_row(Sums<kCount>& sums, Sums<kCount>* par
   sums = RowReduction<kCount>::collect(partials + warp / warps * warps, warps);
 }
 
-// A thread's z, divided by its row's rms if that is wanted, to memory.
+// Writes a thread's z to memory, divided by its row's rms if the layer has a norm.
 template <typename A, int W>
 __device__ __forceinline__ void store_normed(const Multivectors<A, W>& z,
                                              const Sums<A::kGrades>& sums, const Layer& layer,
@@ -808,7 +824,7 @@ __device__ __forceinline__ void store_normed(const Multivectors<A, W>& z,
 }
 
 // `first` is the first row of the block's group, and n the thread's own row. The first fetch()
-// closes the copies of the weights, too.
+// closes the group of copies to which the weights belong, too.
 template <typename A, int W>
 __global__ void __launch_bounds__(kThreads<A>, 1)
     forward_on_chip(const float* x, const float* y, const float* w, float* out, Layer layer,
@@ -878,7 +894,7 @@ constexpr int kMostSharedBytes = 227 << 10, kForwardBytes = 208 << 10;
 template <typename A>
 constexpr int kStreamedWidth = A::kBlades <= 8 ? 2 : 1;
 
-// Of one blade, the rows that a block works on at a time, side by side: what one copy brings.
+// What one copy brings: one blade of all rows that a block works on at a time, row after row.
 template <typename A, int W>
 using Plane = float[kThreads<A> * W];
 
@@ -897,10 +913,15 @@ struct PostedSums {
     __syncwarp();
     if (threadIdx.x % 32 == 0) barrier_arrive(&posted[round % 2]);
   }
-  // When all warps of the block have posted: the sums of this thread's row.
+  // Waits until all warps of the block have posted, and returns the sums of this thread's row. If,
+  // for example, 16 warps have two rows of four sums (RowReduction has the lanes):
+  //
+  //     in the slot    warps 0 to 7: s0 s1 s2 s3 each      warps 8 to 15: s0 s1 s2 s3 each
+  //     read by        warps 0 to 7, which have row 0      warps 8 to 15, which have row 1
+  //     each thread    has s0 s1 s2 s3 of row 0            has s0 s1 s2 s3 of row 1
   __device__ __forceinline__ Sums<kCount> collect(const RowsOnChip& shape, int row, int round) {
     const int warps = shape.per_row / 32;
-    barrier_wait(&posted[round % 2], round / 2 % 2);  // the slot's use number round / 2
+    barrier_wait(&posted[round % 2], round / 2 % 2);  // its use number round / 2, from 0
     return RowReduction<kCount>::collect(of[round % 2] + row * warps, warps);
   }
 #endif
@@ -921,8 +942,9 @@ __device__ void prepare(Memory& memory) {
 
 // Orders a group's rows, if they are there: all planes of all tensors. place_of(p) says where plane
 // p lies in the stage. All warps order a few planes each: copies start one after the other, and a
-// warp that ordered all would be late for its own work. One thread tells the barrier how many bytes
-// come. It does not matter whether some of them come earlier.
+// warp that ordered all would be late for its own work. Plane p is ordered by warp p % warps. One
+// thread tells the barrier how many bytes come. Some may come earlier: the phase does not end
+// before that thread has arrived.
 template <typename A, int kTensors, class Stage, typename PlaceOf>
 __device__ __forceinline__ void order_rows(Stage& stage, Barrier* full,
                                            const float* const (&tensors)[kTensors], int group,
@@ -936,7 +958,7 @@ __device__ __forceinline__ void order_rows(Stage& stage, Barrier* full,
   if (threadIdx.x == 0) barrier_arrive_expect(full, kPlanes * bytes);
 #pragma unroll 1
   for (int p = threadIdx.x / 32 + threadIdx.x % 32 * warps; p < kPlanes; p += blockDim.x) {
-    const float* tensor = tensors[0];
+    const float* tensor = tensors[0];  // becomes tensors[p / A::kBlades]
 #pragma unroll
     for (int i = 1; i < kTensors; ++i) tensor = p < i * A::kBlades ? tensor : tensors[i];
     const size_t plane = p % A::kBlades * layer.plane();
@@ -965,7 +987,7 @@ struct ForwardMemory {
   Barrier full[kStages];
   alignas(128) Stage stages[kStages];
 
-  // At first the weights lie in the last stage, and may be longer than it is.
+  // At first the weights lie in the last stage, and they may be longer than a stage.
   static size_t bytes(const RowsOnChip& shape) {
     const size_t weights = sizeof(float) * shape.per_row * W * A::kTriples;
     return sizeof(ForwardMemory) - sizeof(Stage) + std::max(sizeof(Stage), weights);
@@ -973,10 +995,23 @@ struct ForwardMemory {
 };
 
 #if HOPPER_CODE
-// Weights of a thread's features, in registers. In memory they are 40 to 224 bytes from one feature
-// to the next: if threads loaded their own, each load of a warp would touch up to 32 lines. So the
-// block copies all of its weights as they lie, through shared memory: through the last stage, which
-// gets its rows when the weights have left it.
+// Weights of a thread's features, in registers. In memory the weights of the next feature are 80
+// bytes away in 3-D: if threads loaded their own, a load of a warp would touch up to 32 lines. So
+// the block copies all of its weights as they lie, in whole lines, to the last stage, and each
+// thread takes its own from there. With 4 triples and W = 2, where w3.1 is feature 3's weight for
+// triple 1, a copy brings four floats:
+//
+//     memory        w0.0 w0.1 w0.2 w0.3    w1.0 w1.1 w1.2 w1.3    w2.0 w2.1 w2.2 w2.3    and so on
+//     copied by     thread 0               thread 1               thread 2
+//     last stage    w0.0 w0.1 w0.2 w0.3    w1.0 w1.1 w1.2 w1.3    w2.0 w2.1 w2.2 w2.3    the same
+//     taken by      thread 0               thread 0               thread 1
+//
+//     registers     packs[0]     packs[1]     packs[2]     packs[3]
+//     thread 0      w0.0 w1.0    w0.1 w1.1    w0.2 w1.2    w0.3 w1.3
+//     thread 1      w2.0 w3.0    w2.1 w3.1    w2.2 w3.2    w2.3 w3.3
+//
+// If a block has several rows, the threads at the same place of each row take the same weights. The
+// last stage gets its rows when all threads have taken their weights.
 template <typename A, int W>
 struct RegisterWeights {
   Pack<W> packs[A::kTriples];
@@ -1056,7 +1091,7 @@ __global__ void __launch_bounds__(kThreads<A>, 1)
   int group = blockIdx.x;
   const RegisterWeights<A, W> weights(w, memory, shape, place, layer, groups > step,
                                       [&](int s) { order(group + s * step, s); });
-  Ring ring{Memory::kStages}, last{Memory::kStages};
+  Ring ring{Memory::kStages}, last{Memory::kStages};  // of this round's rows; of those to finish
   int round = 0;
   // collect() waits until all warps of the block have posted. A warp posts after it has taken its
   // part of the stage. So by then the whole stage is free, for all of its rows.
@@ -1106,10 +1141,11 @@ __global__ void __launch_bounds__(kThreads<A>, 1)
 //
 // In the first case the sum of dx_1 is y_e1 dz_e1 + y_e2 dz_e2. In the last case each dx and each
 // dy has one term, and all of these share dz_1. So w multiplies dz_1, and there is no sum in dx or
-// dy. (Only triples that end in a grade of one blade are like this.)
+// dy. (Only triples whose result is a grade of one blade are like this.)
 
-// Whether dx's terms of triple t share a blade, of y or of dz, so that w multiplies that; and dy's.
-// (If they are the terms of only one blade of dx, their sum is kept for dw.)
+// Whether all terms that triple t has in dx share a blade, of y or of dz, so that w multiplies that
+// blade. The second function says the same of dy. (If only one blade of dx has terms, w multiplies
+// their sum, since dw can use this sum.)
 template <typename A>
 __host__ __device__ constexpr bool weight_first_in_dx(int t) {
   const auto of = A::triple(t);
@@ -1145,8 +1181,8 @@ __device__ __forceinline__ Pack<W> terms_of_dy(const Multivectors<A, W>& x,
   return sum;
 }
 
-// One grade of dx, so that few results are in registers at a time. It also adds to dw[t], for the
-// triples whose dw is made of these sums.
+// One grade of dx, so that few results are in registers at a time. The function also adds to dw[t],
+// for the triples whose dw is made of sums of dx, or, where neither dx nor dy has sums, of z.
 template <typename A, int grade, int W>
 struct OneGrade {
   Pack<W> blade[A::first(grade + 1) - A::first(grade)];
@@ -1231,9 +1267,11 @@ __device__ __forceinline__ OneGrade<A, grade, W> gradient_of_y(const Multivector
 
 // ---- Unfused, backward --------------------------------------------------------------------------
 
-// The derivative of the gate is the density of the normal distribution. The error of __expf(x) is
-// at most 2 + 1.2 |x| units in the last place (CUDA Programming Guide, "Intrinsic Functions"),
-// which is little where the density is not almost 0.
+// The derivative of the gate. erf(u) has the derivative 2 / sqrt(pi) exp(-u^2), and u = s / sqrt 2,
+// so gate'(s) = (1/2) (2 / sqrt(pi)) exp(-s^2 / 2) (1 / sqrt 2) = exp(-s^2 / 2) / sqrt(2 pi), which
+// is the density of the normal distribution. 0.39894228 is 1 / sqrt(2 pi). The error of __expf(x)
+// is at most 2 + 1.2 |x| units in the last place (CUDA Programming Guide, "Intrinsic Functions"),
+// which is little where the derivative is not almost 0.
 __device__ float gate_slope(float s) { return 0.39894228f * __expf(-0.5f * s * s); }
 
 // dz of one grade. With r = 1 / rms(z), out = r z and dr/dz = -r^3 z / features. So
@@ -1260,8 +1298,8 @@ __global__ void normalize_grade_gradient(const float* z, const float* d_out, con
   }
 }
 
-// Of triple t it makes w <dz_c y_b> for dx_a, w <x_a dz_c> for dy_b, and dw of the strip. The first
-// triple of a grade of dx or dy writes there, and the others add.
+// Adds the terms of triple t = (a, c, b) to grade a of dx and to grade b of dy, and computes dw of
+// the strip. The first triple of a grade of dx or dy writes there, and the others add.
 template <typename A, int t>
 __global__ void multiply_grades_gradient(const float* x, const float* y, const float* w,
                                          const float* dz, float* dx, float* dy, float* partials,
@@ -1299,7 +1337,14 @@ __global__ void multiply_grades_gradient(const float* x, const float* y, const f
            thread.feature] = dw;
 }
 
-// Turns the gradient of in gate(in_1) into that of `in`, in place. A thread has a multivector.
+// Turns d, the gradient of out = in gate(in_1), into that of `in`, in place. A thread has a
+// multivector. in_k stands in out_k = in_k gate(in_1) alone. But the scalar in_1 stands in the gate
+// of every blade, too, so by the chain rule it gets a second part:
+//
+//     gradient of in_k    gate(in_1) d_k
+//     gradient of in_1    gate(in_1) d_1 + gate'(in_1) (sum over all blades k of d_k in_k)
+//
+// The sum in brackets is the gradient of gate(in_1), d_factor in the code.
 template <typename A>
 __global__ void apply_gate_gradient(const float* in, float* gradient, Layer layer) {
   const size_t at = static_cast<size_t>(blockIdx.x) * blockDim.x + threadIdx.x;
@@ -1315,7 +1360,7 @@ __global__ void apply_gate_gradient(const float* in, float* gradient, Layer laye
   gradient[at] = factor * d.blade[0].v[0] + d_factor * gate_slope(value.blade[0].v[0]);
 }
 
-// dw (features, triples) = the sum of `count` partials (triples, features), in their order: every
+// dw (features, triples) = the sum of `count` partials (triples, features), in a fixed order: every
 // kernel that sums dw over the batch does so in two steps, so that blocks need not wait for each
 // other and the result does not depend on who is first. A block owns 32 columns; thread (x, y) adds
 // partials y, y + kSumRows, ... of column x, then thread (x, 0) adds these up.
@@ -1342,8 +1387,9 @@ __global__ void __launch_bounds__(32 * kSumRows)
 // ---- One launch each ----------------------------------------------------------------------------
 
 // The gradients of norm and gates, for the kernels from here on. They do not keep z for backward:
-// they compute P again, the product before it is multiplied by the gates, z = g P. The norm needs
-// two sums of a row for each grade: of z^2, as forward, and of d_out z.
+// they compute P again, the product before it is multiplied by the gates: z = g P, where g is
+// gate(x_1) gate(y_1). The norm needs two sums of a row for each grade: of z^2, as forward, and of
+// d_out z.
 template <typename A>
 using GradientSums = Sums<2 * A::kGrades>;
 
@@ -1362,8 +1408,9 @@ __device__ __forceinline__ void add_gradient_sums(const Multivectors<A, W>& P, c
   });
 }
 
-// From d_out, the gradients of P, which it returns, and of g. dz is that of
-// normalize_grade_gradient; then dP = g dz, and dg = sum of P dz.
+// Computes from d_out the gradients of P, which it returns, and of g. dz is made as in
+// normalize_grade_gradient. Since z_k = g P_k for each blade k, dP_k = g dz_k, and dg is the sum
+// over all blades of P_k dz_k.
 template <typename A, int W>
 __device__ __forceinline__ Multivectors<A, W> gradient_of_P(const Multivectors<A, W>& P,
                                                             const Pack<W>& g,
@@ -1410,9 +1457,9 @@ __device__ __forceinline__ void store_grade(const OneGrade<A, grade, W>& gradien
 
 // Makes dx and dy of a thread's multivectors, grade by grade, and writes them where they are
 // `inside`; dw is added to what it has. The gates depend on the scalars of x and y: so the scalars
-// of dx and dy have a second part, which comes through g = gate(x_1) gate(y_1). That of dx_1 is
-// dg gate'(x_1) gate(y_1), and that of dy_1 is dg gate(x_1) gate'(y_1). kTogether: all threads of
-// the warp are here.
+// of dx and dy have a second part, which comes through g = gate(x_1) gate(y_1). By the chain rule
+// that of dx_1 is dg gate'(x_1) gate(y_1), and that of dy_1 is dg gate(x_1) gate'(y_1). kTogether:
+// all threads of the warp call this together.
 template <bool kTogether, typename A, int W, typename Weight>
 __device__ __forceinline__ void store_gradients(const Multivectors<A, W>& x,
                                                 const Multivectors<A, W>& y,
@@ -1429,7 +1476,7 @@ __device__ __forceinline__ void store_gradients(const Multivectors<A, W>& x,
   unroll<0, A::kGrades>([&](auto grade) {
     store_grade(gradient_of_x<grade>(x, y, dP, weight, dw), x_through_gate, dx, plane, inside);
   });
-  // For the compiler: do not keep all weights in registers from above.
+  // This keeps the compiler from holding all weights in registers from above.
   if constexpr (kTogether) __syncwarp();
   unroll<0, A::kGrades>([&](auto grade) {
     store_grade(gradient_of_y<grade>(x, y, dP, weight, dw), y_through_gate, dy, plane, inside);
@@ -1504,7 +1551,7 @@ __global__ void __launch_bounds__(kRowThreads)
 template <typename A>
 constexpr int kBackwardWidth = A::kBlades <= 8 ? 16 / A::kBlades : 1;  // 8 blades: 2 features
 
-// The sums of a thread's dw to the partial sums of its row. Each row of a block has its own.
+// Writes a thread's sums for dw to memory. Each row of a block has partial sums of its own there.
 template <typename A, int W>
 __device__ __forceinline__ void store_weight_gradients(const Pack<W>* dw, float* partials,
                                                        const Place<W>& place,
@@ -1538,7 +1585,7 @@ __global__ void __launch_bounds__(kThreads<A>, 1)
   };
   const auto fetch_y = [&](int n) {
     memory.fetch(kY, y + at(n), plane, inside(n));
-    copy_async_commit();
+    copy_async_commit();  // closes the copies of x and d_out, too
   };
 
   int first = blockIdx.x * shape.rows(), n = first + place.row;
@@ -1782,10 +1829,11 @@ Launch backward_once(const Tensors& of, const Gradients& d) {
   return {run, partials.bytes()};
 }
 
-// How many threads a block has, if its rows are on chip: as many rows as it has threads and shared
-// memory for. But it has no more rows than the GPU needs to take the batch in as few rounds: small
-// batches get small blocks, so that every multiprocessor has one. Returns nothing if rows are no
-// whole vectors, or one of them does not fit in a block.
+// How many threads a block has, if its rows are on chip. It could have as many rows as kThreads and
+// the shared memory allow. That says how many rounds the GPU needs for the batch. The block has
+// only as many rows as these rounds need: small batches get small blocks, so that every
+// multiprocessor has one. Returns nothing if rows are no whole vectors, or if one of them does not
+// fit in a block.
 template <typename A, int W, class Memory>
 std::optional<RowsOnChip> rows_on_chip(const Layer& layer, size_t shared_bytes) {
   const int per_row = ceil_div(layer.features, 32 * W) * 32;
@@ -1801,7 +1849,7 @@ std::optional<RowsOnChip> rows_on_chip(const Layer& layer, size_t shared_bytes) 
 int persistent_blocks(AnyKernel kernel, const RowsOnChip& shape, size_t bytes, const Layer& layer) {
   allow_shared_bytes(kernel, static_cast<int>(bytes));
   const int resident = static_cast<int>(bytes) > most_shared_bytes()
-                           ? multiprocessors()  // the row is left out: see needs_shared()
+                           ? multiprocessors()  // the table leaves this kernel out: needs_shared()
                            : resident_blocks(kernel, shape.threads, bytes);
   return std::min(shape.groups(layer), resident);
 }
@@ -1870,8 +1918,8 @@ Launch backward_streamed_of(const Tensors& of, const Gradients& d) {
 
 // ---- The tables ---------------------------------------------------------------------------------
 
-// Per multivector: multiply-adds of the product, one for each term and one for each blade that a
-// weight multiplies; and of its gradients, dx, dy and dw.
+// How many multiply-adds a multivector takes: in the product one for each term, and one for each
+// blade or sum that a weight multiplies. The last function counts those of dx, dy and dw.
 template <typename A>
 constexpr int all_terms() {
   int terms = 0;
@@ -1903,13 +1951,14 @@ constexpr int gradient_multiply_adds() {
   return sum;
 }
 
-// Per multivector: the product; scale, erf, add and halve for each gate, and their product; scaling
-// by it, square and add, and scaling by 1 / rms.
+// Operations for a multivector: those of the product; 4 for each gate, and 1 for g, which make 9;
+// for each blade the factor g, its square, the sum of squares and the factor 1 / rms.
 template <typename A>
 double forward_flops() {
   return 2 * product_multiply_adds<A>() + 9 + 4 * A::kBlades;
 }
-// The product and its gates again, both sums of the norm, dz, dg and dP, the gradients, two slopes.
+// The product and its gates again; for each blade 1 for z, 4 for both sums of the norm, 3 for dz, 2
+// for dg and 1 for dP; the gradients of the product; and 7 for each scalar's part through its gate.
 template <typename A>
 double backward_flops() {
   return 2 * product_multiply_adds<A>() + 9 + 11 * A::kBlades + 2 * gradient_multiply_adds<A>() +
