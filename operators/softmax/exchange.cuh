@@ -147,8 +147,8 @@ struct RowsOfX {
     }
   }
   static int shift_of(int64_t stride) { return stride % 4 == 0 ? 0 : stride % 2 == 0 ? 1 : 2; }
-  // How many strips of `of_strip` rows there are, if there are `rows` rows. Strip s is of the matrix
-  // s % 2^shift.
+  // How many strips of `of_strip` rows there are, if there are `rows` rows. Strip s is of the
+  // matrix s % 2^shift.
   static int strips(int rows, int of_strip, int shift) {
     return (rows + (of_strip << shift) - 1) / (of_strip << shift) << shift;
   }
