@@ -22,8 +22,8 @@
 // and there is an instruction for it, ldmatrix: the lanes pass the addresses of rows in shared
 // memory, and receive elements of these rows.
 //
-// Now other things are scarce. The arithmetic of lesson 2's inner loop, 128 multiply-adds of a
-// thread, takes two instructions. Two things decide how much of the tensor cores' rate is left:
+// The arithmetic of lesson 2's inner loop, 128 multiply-adds of a thread, now takes two
+// instructions. Two other things decide how near a kernel comes to the tensor cores' rate:
 //
 //   - Shared memory. It has 32 banks of 4 bytes, so places that are a multiple of 128 bytes apart
 //     are in the same bank. ldmatrix reads 8 rows of 16 bytes at a time. If the rows of a tile are
@@ -37,7 +37,7 @@
 // B is row-major, where neighbours in memory are in one row. ldmatrix can transpose each 8 x 8
 // matrix on its way to the registers (.trans), at no cost; no transposed copy of B is needed.
 //
-//     cuBLAS fp16          the library, lesson 4; "cuBLASLt, best": the fastest that it proposes
+//     cuBLAS fp16          the library, lesson 4; "cuBLASLt, best": its fastest proposal
 //     wmma global          fragments straight from memory, through the C++ interface
 //     wmma shared          tiles in shared memory, padded rows
 //     swizzled tiles       the instructions themselves, ldmatrix and mma.sync, and no padding
@@ -76,9 +76,9 @@ using namespace primitives;
 // ---- wmma global --------------------------------------------------------------------------------
 
 // WMMA is CUDA's C++ interface to the tensor cores. All lanes of a warp together call its
-// functions, here for matrices of 16 x 16. FragmentA, FragmentB and FragmentSum
-// (primitives/wmma_fragments.cuh) are what a lane holds of a left factor, of a right factor, and of
-// sums. WMMA does not tell which elements these are.
+// functions, here for matrices of 16 x 16. (The compiler makes two instructions of such a product.)
+// FragmentA, FragmentB and FragmentSum (primitives/wmma_fragments.cuh) are what a lane holds of a
+// left factor, of a right factor, and of sums. WMMA does not tell which elements these are.
 
 // Loads the 16 x 16 elements of `from` (row-major, n x n) at (row0, col0). WMMA's function for it,
 // load_matrix_sync, takes the address of the first element and the distance between two rows. All
@@ -253,10 +253,10 @@ __device__ void tile_of_block(int tiles_m, int tiles_n, int& tile_m, int& tile_n
 // once. So neither the copies nor ldmatrix meet a bank twice, and no row needs padding.
 // swizzle<kCols>(row, col) (primitives/mma.cuh) is where an element lies in the tile.
 //
-// What about rows of other lengths? Two rows of 32 columns share 128 bytes, the width of all banks,
-// and each has only four pieces. There piece p of row r lies at place p ^ (r / 2 % 4). A row of 128
-// columns is 128 bytes twice. p ^ (r % 8) keeps each piece in its own 128 bytes, since r % 8 is
-// less than 8. So the rule for rows of 64 columns is good for these, too.
+// What about rows of other lengths? Two rows of 32 columns share 128 bytes, the width of all banks.
+// They have no bank in common, so their pieces may change places alike: piece p (0 to 3) of row r
+// lies at place p ^ (r / 2 % 4). A row of 128 columns is 128 bytes twice. p ^ (r % 8) keeps each
+// piece in its own 128 bytes, since r % 8 is less than 8. So that rule is good here, too.
 //
 // The block's kThreads threads copy the kRows x kCols tile of `from` (n x n) at (row0, col0) to
 // shared memory, kWidth elements at a time. copy_async<bytes>(to, from, inside) starts one copy. As
@@ -308,8 +308,8 @@ __device__ void store_pair(half* C, int row, int col, int n, float left, float r
 //
 //     +-----+-----+    Lanes 0 to 7 pass the addresses of the rows of matrix 0, lanes 8 to 15
 //     |  0  |  2  |    those of matrix 1, and so on. So lane l passes the address of row l % 16,
-//     +-----+-----+    from lane 16 on in the right half. Then lane l holds four registers, one of
-//     |  1  |  3  |    each matrix: two neighbours of its row l / 4, from column 2 * (l % 4) on.
+//     +-----+-----+    from lane 16 on in the right half. Then lane l holds one register of each
+//     |  1  |  3  |    matrix: two neighbours of the matrix's row l / 4, from column 2 * (l % 4).
 //     +-----+-----+    (With .trans: two elements of column l / 4, one below the other.)
 //
 // mma_m16n8k16<half>(s, a, b0, b1) is one mma.sync: s += a b, where b is in the registers b0 and
@@ -538,9 +538,10 @@ struct TileCopies {
 // For B it is the same, with 16 * j in the place of k. The first piece begins at column warp_col or
 // warp_col + 8. warp_col is a multiple of WN, a power of two that is more than 16 * j, so again the
 // two have no bit in common. b_lane also contains kTileA, where the tile of B begins. That is a
-// multiple of BN, so it has no bit of 16 * j either. And if kWidth is 8, the rows that a thread
-// copies are multiples of 8 apart and swizzled alike, too: the compiler swizzles once, and adds
-// constants.
+// multiple of BN, so it has no bit of 16 * j either.
+//
+// Copies are simpler. If kWidth is 8, the rows that a thread copies are multiples of 8 apart, so
+// they are swizzled alike: the compiler swizzles once, and adds constants.
 //
 // Tiles are larger, too. A block owns 256 x 128 elements of C and takes 64 of k in a step, and a
 // warp owns 64 x 64 elements (in *stages* 64 x 32). For 16 of k a warp executes 32 mma.sync and
@@ -564,7 +565,7 @@ __global__ void __launch_bounds__(32 * kWarpsM * kWarpsN, 1)
   const int row0 = tile_m * BM, col0 = tile_n * BN;
   const int steps = (n + BK - 1) / BK;
   using Copies = TileCopies<Tiles, kWidth>;
-  // Not a member of `copies`: an object with an array would be kept in memory, not in registers.
+  // As a member of `copies` this array would keep all of `copies` in memory, not in registers.
   typename Copies::Offsets offsets;
   Copies copies(A, B, row0, col0, n, offsets);
   const auto copy_step = [&](int step) {
@@ -640,7 +641,7 @@ __global__ void __launch_bounds__(32 * kWarpsM * kWarpsN, 1)
   const int row0 = tile_m * BM, col0 = tile_n * BN;
 
   using Copies = TileCopies<Tiles, kWidth>;
-  // Not a member of `copies`: an object with an array would be kept in memory, not in registers.
+  // As a member of `copies` this array would keep all of `copies` in memory, not in registers.
   typename Copies::Offsets offsets;
   Copies copies(A, B, row0, col0, n, offsets);
 
@@ -746,9 +747,9 @@ __global__ void __launch_bounds__(32 * kWarpsM * kWarpsN, 1)
 // instructions.)
 
 // What a stage has room for: a tile of A, BM x 64, and one of B, 64 x BN. A box is what one copy of
-// Hopper's copy engine brings: some rows of 64 columns, swizzled as above, as wgmma expects them.
-// The tile of A, a LeftTile, is one box of BM rows. The tile of B, a RightTile, is BN / 64 boxes of
-// 64 rows, one for each 64 columns.
+// Hopper's copy engine brings: some rows of 64 columns, swizzled as above. The tile of A, a
+// LeftTile, is one box of BM rows. The tile of B, a RightTile, is BN / 64 boxes of 64 rows, one for
+// each 64 columns.
 template <int BM, int BN>
 struct Stage {
   LeftTile<half, BM> a;
@@ -756,10 +757,10 @@ struct Stage {
 };
 
 #if HOPPER_CODE
-// A warpgroup is four warps. Sum<kCols> is 64 x kCols sums, which the threads of a warpgroup hold
-// together. A thread has its fragment in `elements`: element i is in row sum.row(i) and column
-// sum.col(i) of the sum. store_sum writes a sum as fp16 to C (n x n) at (row0, col0), straight from
-// the registers: four threads store 16 neighbouring bytes.
+// A warpgroup is four warps. Sum<kCols> is 64 x kCols sums, which the 128 threads of a warpgroup
+// hold together. Each thread has kCols / 2 of them in `elements`, its fragment: element i is in row
+// sum.row(i) and column sum.col(i). store_sum writes a sum as fp16 to C (n x n) at (row0, col0),
+// straight from the registers: four threads store 16 neighbouring bytes.
 template <int kCols>
 __device__ void store_sum(const Sum<kCols>& sum, half* C, int row0, int col0, int n) {
 #pragma unroll
@@ -783,8 +784,8 @@ __device__ void store_sum(const Sum<kCols>& sum, half* C, int row0, int col0, in
 //   2. Arrival. An mbarrier is a barrier in shared memory, which counts arrivals of threads and
 //      bytes of copies. Each stage has one, `full`, at which all threads wait for its tiles.
 //   3. Products. The four warps of a warpgroup multiply 64 x 16 by 16 x 128 with one instruction,
-//      wgmma, straight out of shared memory. There is no ldmatrix, and there are no fragments of A
-//      and B in registers. wgmma reads a row-major B as it is.
+//      wgmma, straight out of the boxes in shared memory. There is no ldmatrix, and there are no
+//      fragments of A and B in registers. wgmma reads a row-major B as it is.
 //
 // A block is one warpgroup with a 128 x 128 tile of C. That is two sums of 64 x 128, and each of
 // them takes 64 registers of a thread. (wgmma takes up to 256 columns. But two sums of 64 x 256
@@ -890,9 +891,9 @@ __global__ void __launch_bounds__(128)
 //
 // A sum of 64 x 256 takes 128 registers of each thread. The producer needs few. So it gives some of
 // its registers to the consumers. (Only a whole warpgroup can do that. So the producer is one,
-// though a single thread does its work.) Each thread of the three warpgroups begins with 168
-// registers. Then each thread of the producer keeps 24 (registers_shrink_to), and each thread of a
-// consumer gets 240 (registers_grow_to).
+// though a single thread does its work.) Each of the 384 threads begins with 168 registers, the
+// largest multiple of 8 for which the multiprocessor has enough. Then each thread of the producer
+// keeps 24 (registers_shrink_to), and each thread of a consumer gets 240 (registers_grow_to).
 template <int kStages>
 __global__ void __launch_bounds__(384, 1)
     matmul_specialized(const __grid_constant__ CUtensorMap A, const __grid_constant__ CUtensorMap B,
@@ -979,9 +980,8 @@ struct PersistentShared {
 // written again. By tensor_store_wait_read<0>() a thread can wait only for stores that it has
 // started itself, so the thread that starts a consumer's stores waits for them. warp_of_block() is
 // the number of the warp in the block. elect_one() is true for one lane of a warp, each time the
-// same one. (`threadIdx.x % 128 == 0` is true for one thread, too. But from elect_one() the
-// compiler knows that only one thread of the warp goes on. So it does not put a loop over the
-// warp's threads around each copy.)
+// same one. (`threadIdx.x % 128 == 0` would do, too. But from elect_one() the compiler knows that
+// only one thread of the warp goes on, and puts no loop over the warp's threads around a copy.)
 //
 // The other threads wait at named_barrier(id, threads). That is a barrier for so many threads of
 // the block: here for the 128 threads of one consumer, with the id 1 or 2. (The id 0 is the whole
@@ -1031,7 +1031,7 @@ __device__ void store_tile(PersistentShared<kStages, kBuffers>& shared, int cons
       for (int m = 0; m < 4; ++m) registers[m] = pack2<half>(s[2 * m], s[2 * m + 1]);
       store_matrices(&out[c / 64].elements[swizzled(row, c % 64 / 8 + piece)], registers);
     }
-    shared_fence();  // now the copy engine sees what threads have written to shared memory
+    shared_fence();  // the copy engine will see what this thread has written to shared memory
     named_barrier(1 + consumer, 128);
     // tensor_store(map, row, col, from) has the copy engine store a box. tensor_store_commit()
     // closes the thread's stores as a group, which wait_for_stores waits for.
@@ -1072,9 +1072,9 @@ __global__ void __launch_bounds__(384, 1)
       for (int tile = blockIdx.x; tile < tiles; tile += blocks) {
         const int row = tile % tile_rows * BM, col = tile / tile_rows * BN;
         // writer.put waits until the next stage is empty, announces the stage's bytes, and calls
-        // the function below, in which each alone.load starts the copies of a tile. After the map
-        // alone.load takes where the tile begins: its first row of A or its first column of B, and
-        // after it k in both cases. (tensor_load, above, always takes row and column.)
+        // the function below, in which each alone.load starts the copies of a tile. The
+        // third argument of alone.load is the tile's first row of A or first column of B, and the
+        // fourth is k. (In tensor_load, above, these are always a row and a column.)
         for (int step = 0; step < steps; ++step) {
           writer.put([&](Stage<BM, BN>& stage, Barrier* arrived) {
             alone.load(stage.a, &A, row, step * kStepK, arrived);
@@ -1125,9 +1125,8 @@ __global__ void __launch_bounds__(384, 1)
 //     tells both producers. (BlockGrid<2, 1> does that, and knows who copies what.)
 //   - Each block announces all bytes of its stage: those of its own copies, and those of the half
 //     that the other block sends. That half may come before its bytes are announced. This does no
-//     harm. The barrier then has counted more bytes than were announced to it. But its phase also
-//     waits for one arrival, that of this block's producer. The producer arrives and announces all
-//     bytes by one instruction, barrier_arrive_expect. So the phase cannot end before that.
+//     harm: the phase cannot end before this block's producer has arrived, and the producer arrives
+//     and announces all bytes by one instruction, barrier_arrive_expect.
 //   - A block may not end while consumers of the other block still arrive at its `empty` barriers:
 //     `writer.finish` waits until they have arrived.
 template <int kStages, int kBuffers>
@@ -1192,9 +1191,9 @@ __global__ void HOPPER_CLUSTER(2) __launch_bounds__(384, 1)
 
 // Rasterization is the order in which tiles are taken; here it is another one. (A tile is that of a
 // cluster here, 256 x 256.) By now the tensor cores wait so seldom that the card reaches the limit
-// of its power, and its clock falls. From here on the power that a byte costs on its way matters
-// more than the time when it arrives, and a byte from memory costs the most. So as much as possible
-// of what a tile needs should still be in the L2 cache:
+// of its power, and its clock falls. What still helps is to need less power. To bring a byte from
+// memory takes more power than to bring it from the L2 cache. So as much as possible of what a tile
+// needs should still be in that cache:
 //   - Tiles are taken in groups of kGroup rows of tiles, so that those of one round, which all
 //     clusters work on at the same time, form a square of C (as with tile_of_block, above).
 //   - Every second round is walked from the end of k to its beginning: each cluster's second tile,
@@ -1218,14 +1217,14 @@ __global__ void HOPPER_CLUSTER(2) __launch_bounds__(384, 1)
 #if HOPPER_CODE
 // dividend / divisor, rounded down, for numbers from 0 to 2^20. It is computed in fp32, in 6
 // instructions instead of 30. The 0.5 keeps the quotient at least 0.5 / divisor away from every
-// whole number. The error of __fdividef is smaller: at most 2 units in the last place of the
-// quotient (CUDA C++ Programming Guide, "Intrinsic Functions").
+// whole number. The error of __fdividef is about half of that at most: 2 units in the last place
+// (CUDA C++ Programming Guide, "Intrinsic Functions"), which are 2^-22 of the quotient or less.
 __device__ inline int quotient(int dividend, int divisor) {
   return static_cast<int>(__fdividef(dividend + 0.5f, static_cast<float>(divisor)));
 }
 
 // Keeps the clusters in step. A pace is kSteps steps. In each cluster the producer of block 0
-// counts its paces. All add to one number in memory, by the atomic operations of GridCount. A
+// counts its paces. All of them add to one number in memory, by GridCount's atomic operations. A
 // cluster that is more than one pace ahead of the mean waits. For example, one of 64 clusters that
 // has just made its third pace waits until all together have made 2 * 64. But it looks at this
 // number only kPatience times: waiting saves reads of memory, but the result does not need it, and
@@ -1238,7 +1237,7 @@ struct Pace {
   __device__ void next() {
     const GridCount counter(*total);
     counter.fetch_add(1, cuda::memory_order_relaxed);
-    // Without the pause the compiler takes the loop away: nothing comes of it but time.
+    // Without the pause the compiler would remove the loop, since the loop has no result.
 #pragma unroll 1
     for (int look = 0; look < kPatience; ++look) {
       if (counter.load(cuda::memory_order_relaxed) >= mine * clusters) break;
@@ -1401,8 +1400,8 @@ void add_mma(Problem& square, Buffer<half> A, Buffer<half> B, Buffer<half> C, in
       .needs_shared(Tiles::kSharedBytes);
 }
 
-// The tensor map of a factor, which many blocks read. A copy brings a box of `rows` rows. (`false`:
-// nothing is rounded on the way. The last n: a row begins n elements after the one above it.)
+// The tensor map of a factor, which many blocks read. A copy brings a box of `rows` rows. (`false`
+// says that nothing is rounded, and the last n that a row begins n elements after the one above.)
 CUtensorMap map_of(const half* matrix, int n, int rows) {
   return tensor_map<half>(matrix, n, n, rows, false, n, Reads::often);
 }
@@ -1413,9 +1412,9 @@ void add_persistent(Problem& square, Buffer<half> A, Buffer<half> B, Buffer<half
   constexpr int kBytes = sizeof(PersistentShared<kStages, kBuffers>), kGroup = 8;
   const dim3 tiles = tiles_of<128, 256>(n), pairs = tiles_of<256, 256>(n);  // pairs of tiles
   allow_shared_bytes(matmul_persistent<kStages, kBuffers>, kBytes);
-  // How many blocks to launch, if device.sms of them fit. Take 512 tiles and room for 132 blocks:
-  // some blocks get four tiles, and none gets more. With 128 blocks each gets four, so 128 are
-  // enough.
+  // `persistent` says how many blocks to launch, if device.sms of them fit. Take 512 tiles and room
+  // for 132 blocks: some blocks get four tiles, and none gets more. With 128 blocks each gets four,
+  // so 128 are enough.
   const unsigned blocks = persistent(int64_t{tiles.x} * tiles.y, device.sms);
   square
       .kernel("tile scheduler", Role::ours,
@@ -1445,7 +1444,7 @@ void add_persistent(Problem& square, Buffer<half> A, Buffer<half> B, Buffer<half
       .needs_shared(kBytes)
       .hopper_only();
 
-  // What the tiles of a square of 256 kGroup rows and as many columns read.
+  // How many bytes the tiles of a square of 256 kGroup rows and as many columns read.
   const int64_t square_bytes = int64_t{2 * 256 * kGroup * sizeof(half)} * n;
   const bool in_step = square_bytes > device.l2_bytes;
   const auto progress = square.workspace<unsigned>(1);
