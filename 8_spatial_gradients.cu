@@ -25,12 +25,10 @@
 // With E = 128 and W = 256 that is 4 V E W + 8 V W W operations forward, 655 000 a vertex, for the
 // 1024 bytes that a vertex has in Gr, Gi and out. Arithmetic is the limit, as in lesson 3, if xr,
 // xi, ar and ai stay on chip. Each is as large as out: written to memory and read again, they would
-// be the limit. So fuse. But now the tensor cores of the fused kernel should be as busy as those of
-// a plain product: their operands have to be there in time.
+// be the limit. So fuse. Then the tensor cores should never have to wait for their operands.
 //
-// A complex product costs four real ones. They come in pairs: xr and xi each meet Lr and Li, so
-// each operand that is loaded is used twice, and so is each fragment in a register. That makes this
-// product easier to feed than four independent ones.
+// A complex product costs four real ones. xr and xi each meet Lr and Li, so each operand is used
+// twice, and so is each fragment in a register. Four independent products would load twice as much.
 //
 // There is more to be saved, since a product of matrices is associative: (A B) C = A (B C). No
 // compiler does that, since the two are equal only if nothing is rounded:
@@ -57,7 +55,8 @@
 //     unfused                forward 12, backward 22 library and elementwise kernels, as a
 //                            framework does it (problems/gradients/gradients.cu)
 //     one kernel             a block's rows of xr, xi stay on chip, and Lr, Li stream through it
-//     associated             x, M1, M2 stay on chip, and Gr, Gi stream through it; also backward
+//     associated             a block's columns of x, M1, M2 stay on chip, and Gr, Gi stream
+//                            through it; also backward
 //     warp specialization    one thread copies by TMA, and groups of four warps multiply by wgmma,
 //                            as in lesson 3: forward each of two has every other tile; backward two
 //                            make P, Q, R and S, and a third one computes the sums over V
@@ -103,9 +102,10 @@ using Operands = GradientsOperands;
 //     shared memory, such as rows of Lr for Lr^T. negate changes the sign of a left factor.
 //   - copy_swizzled starts the copies of a tile. copies_ahead starts those of the next steps, and
 //     its next() waits until those of this step are there (lesson 3's *stages*).
-//   - A lane's results are pairs of neighbours in a row. pair_of is such a pair of the sums, and
-//     pair_in is the place of one in a tile. pack2 rounds a pair to one register, and unpack2 makes
-//     two floats of that again.
+//   - A lane's results are pairs of neighbours in a row, one pair of each 8 x 8 results. Pair
+//     (i, j) is in rows 8 i to 8 i + 7 and columns 8 j to 8 j + 7 of the warp's results. pair_of is
+//     such a pair of the sums, and pair_in is its place in a tile. pack2 rounds a pair to one
+//     register, and unpack2 makes two floats of that again.
 //   - to_tile rounds a warp's sums into a tile in shared memory. store_results stores a warp's
 //     results to a matrix, by way of `staging`, shared memory of the warp's own. The function that
 //     it is given computes pair (i, j) of the results.
@@ -115,8 +115,8 @@ __host__ __device__ constexpr int boxes_of(int64_t extent) {
   return static_cast<int>(ceil_div(extent, kBox));
 }
 
-// A block owns 64 rows, and computes 64 x 64 results at a time. A warp has 32 x 32 results of two
-// sums: 64 registers a thread.
+// A block owns 64 rows, and computes 64 x 64 results at a time. A warp has 32 x 32 elements of each
+// of two sums: 64 registers a thread.
 constexpr int kThreads = 128, kStages = 2;
 __device__ int warp_row() { return threadIdx.x / 64 * 32; }
 __device__ int warp_col() { return threadIdx.x / 32 % 2 * 32; }
@@ -243,7 +243,7 @@ __global__ void __launch_bounds__(kThreads) gradient_features(Operands in) {
 // The words:
 //   - Lies says how a factor lies in memory: as it is, or transposed.
 //   - wait_for_previous_kernel: a kernel that was launched early (launch_early) waits here until
-//     the kernel before it has ended. What it needs of other data it may load before.
+//     the kernel before it has ended. Data that come from elsewhere may be loaded sooner.
 //   - start_next_kernel lets the next kernel start while this one still runs, if that one was
 //     launched early.
 //   - for_pairs visits each pair of a lane's results, add adds four floats to four, and pack4
@@ -353,8 +353,8 @@ __device__ float4 small_products(bf16* stages, const Matrix* left, const Matrix*
 //
 //     M1: 0 to 31   |   M2: 0 to 31   |   M1: 32 to 63   |   M2: 32 to 63
 //
-// Where W is no multiple of 32 the last ones are zeros. (The last kernel of this lesson reads it
-// so: each of two warpgroups has 32 columns of both.)
+// If W is no multiple of 32, columns of zeros fill up M1 and M2. (This order is for the last kernel
+// of the lesson, in which each of two warpgroups has 32 columns of both.)
 __global__ void __launch_bounds__(kSmallThreads) associate(Operands in, bf16* M, bool in_turn) {
   start_next_kernel();
   extern __shared__ __align__(128) bf16 stages[];
@@ -417,7 +417,8 @@ __device__ void copy_right_factors(bf16* to, const Operands& in, const bf16* M, 
 }
 
 // A block has kBN columns of x, M1 and M2, all E rows, which stay. It has kStageCount stages, each
-// with a 64 x 64 tile of Gr and one of Gi, and a staging. A warp has WV x 32 results.
+// with a 64 x 64 tile of Gr and one of Gi. It also has a staging area for 64 x kBN results. A warp
+// has kWV x 32 of these.
 template <int kBN, int kWV, int kStageCount>
 struct ForwardTiles {
   static constexpr int BV = kBox, BN = kBN, WV = kWV, kStages = kStageCount;
@@ -504,8 +505,8 @@ __global__ void __launch_bounds__(kThreads) associated_features(Operands in, con
 // The words of the product, from primitives/hopper/tiles.cuh:
 //   - Box<bf16, 64>: 64 rows of 64 numbers in shared memory, swizzled: what one copy brings.
 //     LeftTile is the same, as a part of a left factor.
-//   - across_k() says that each row of a box is one k, as in a row-major right factor. If two boxes
-//     lie next to each other, wgmma reads them as one right factor of 128 columns.
+//   - across_k() says that each row of a box is one k, as in a row-major right factor. The sum says
+//     how many columns wgmma reads: for 128 it reads this box and the one that follows in memory.
 //   - LeftFragments: a thread's part of a left factor in its registers; load_fragments() loads it.
 //   - Sum<128>: a warpgroup's sum of 64 rows and 128 columns. A thread has 64 elements of it.
 //   - multiply_slice multiplies 16 of k, a slice. A step is kStepK = 64 of k, or kSlices = 4
@@ -521,8 +522,8 @@ constexpr int kRows = 64;  // of a tile: vertices
 struct TangentTile {
   LeftTile<bf16, kRows> Gr[kSteps], Gi[kSteps];
 };
-// 64 rows (of E) and 64 columns of each right factor. The order matters: [M1 | M2] and [-M2 | M1]
-// are neighbours.
+// 64 rows (of E) and 64 columns of each right factor. The order matters: M2 has to follow M1, and
+// M1 has to follow -M2.
 struct RightFactors {
   Box<bf16, kStepK> minus_M2, M1, M2, x;
 };
@@ -547,7 +548,7 @@ struct ForwardMaps {
 // A thread's elements of a warpgroup's four sums. ar(e), ai(e), xr(e) and xi(e) belong to the same
 // vertex and feature. So the thread computes the result of this element without any other thread.
 struct Gradients {
-  Sum<128> a;  // [ar | ai]: of each 32 elements
+  Sum<128> a;  // [ar | ai]: 32 elements of each
   Sum<64> r, i;
 
   __device__ float& ar(int e) { return a.elements[e]; }
@@ -603,9 +604,8 @@ __device__ void load_right_factors(ForwardShared& shared, const ForwardMaps& map
   }
 }
 
-// The blocks that share tiles are a row of the grid, so there are gridDim.x of them: in this kernel
-// one, in the next kernel one or two. Each warp gives a stage back for itself, after the first
-// product that uses the fragments from it.
+// The blocks that share tiles are a row of the grid, so there are gridDim.x of them: one in *warp
+// specialization*, one or two in *cluster*. Each warp gives a stage back for itself.
 using Cluster = BlockRow<Releases::warp>;
 
 // What a consumer does. Consumer 0 has the block's tiles 0, 2, 4 and so on, consumer 1 the others,
@@ -614,7 +614,7 @@ using Cluster = BlockRow<Releases::warp>;
 //   - Reader: wait() waits until the copies of the next stage have arrived, and give_back() says
 //     that it may be filled again. next(2) goes past this tile and the other consumer's next one.
 //   - named_barrier: a barrier of this consumer's 128 threads alone.
-//   - shared_fence: what threads have written to shared memory, the copy engine sees after it.
+//   - shared_fence: after it the copy engine sees what this thread has written to shared memory.
 //   - tensor_store starts a copy to memory. tensor_store_wait_read<1> waits until the copy engine
 //     has read all but the newest one, so that the other box may be written again.
 __device__ __forceinline__ void make_features(ForwardShared& shared, const ForwardMaps& maps,
@@ -665,16 +665,16 @@ __device__ __forceinline__ void make_features(ForwardShared& shared, const Forwa
 
 #endif  // HOPPER_CODE
 
-// As in *associated*, blocks stay, and take tile after tile (they are persistent). There is one
-// block on each multiprocessor. It has up to 128 KB of right factors, two groups of 64 columns, and
-// two stages for tiles of Gr and Gi. A tile comes once for both groups: its fragments stay in 64
+// As in *associated*, blocks stay, and take tile after tile. There is one block on each
+// multiprocessor. It has up to two groups of 64 columns of the right factors, 128 KB, and two
+// stages for tiles of Gr and Gi. A tile comes once for both groups: its fragments stay in 64
 // registers of each thread, so that its stage is free again early. The thread that copies needs few
 // registers. So its four warps give registers back, and the consumers take them.
 //
 //   - Writer: put() waits until the next stage is free, says at its barrier how many bytes will
 //     come, and starts the copies. prepare() prepares the stages' barriers.
-//   - ForwardShared lies in shared memory that the launch asks for. wgmma and the copy engine want
-//     it at a multiple of 1024 bytes.
+//   - ForwardShared lies in shared memory that the launch asks for. For wgmma and the copy engine
+//     its address has to be a multiple of 1024.
 //   - registers_shrink_to, registers_grow_to: how many registers each thread of a warpgroup has
 //     from here on.
 //
@@ -731,8 +731,8 @@ __global__ void __launch_bounds__(kForwardThreads, 1)
 // There are no larger clusters: of clusters of four no more than about 30 find room on a GPU of 132
 // multiprocessors, and the other multiprocessors would have no work.
 //
-//   - tensor_load_multicast copies to all blocks of the cluster whose bits are set in all(). The
-//     copy arrives at the same place, and at the same barrier, of each.
+//   - What tensor_load_multicast copies arrives at the same place, and at the same barrier, of each
+//     block whose bit is set in its last argument. all() has the bits of the whole cluster.
 //   - meet() is a barrier of all threads of the cluster: nobody may send anything to a block whose
 //     barriers are not prepared yet.
 //   - cluster.rank is this block's number in its cluster, and cluster.blocks is how many blocks the
@@ -801,7 +801,7 @@ __device__ float tanh_slope(float u) {
   return inverse * (four_e * inverse);
 }
 
-// What is computed, once more, with g = dOut * (1 - tanh(u)^2), where u is the scalar product:
+// What is computed, once more, with g = dOut * (1 - tanh(u)^2):
 //
 //     P = g * xr,  Q = g * xi,  R = g * ar,  S = g * ai                                     (V, W)
 //     dM1 = Gr^T P + Gi^T Q,  dM2 = Gr^T Q - Gi^T P,  D = Gr^T R + Gi^T S                   (E, W)
@@ -816,8 +816,9 @@ __device__ float tanh_slope(float u) {
 // form saves them, as a framework does; compare the memory column.
 
 // A block has kBN columns of x, M1 and M2, which stay. It has two stages, each with kBV rows of Gr,
-// of Gi and of kBN columns of dOut, and P, Q, R and S of one tile. A warp computes WV x WN of each
-// of these, and owns 32 x 32 of each of the three sums. So the block's sums have kMaxE rows.
+// of Gi and of kBN columns of dOut. Beside the stages it has P, Q, R and S of one tile. A warp
+// computes kWV x kWN of each of these four, and owns 32 x 32 of each of the three sums. There are
+// as many warps as sums of kMaxE rows and kBN columns need.
 template <int kBV, int kBN, int kWV, int kWN>
 struct BackwardTiles {
   static constexpr int BV = kBV, BN = kBN, WV = kWV, WN = kWN;
@@ -908,15 +909,13 @@ __device__ void add_gradients(GradientSums& sums, const bf16* Gr_tile, const bf1
 //                                |
 //        registers         dM1, dM2, D: E x BN, stay
 //
-// The very tiles of Gr and Gi that were multiplied in 1 are the left factors in 3, transposed by
-// ldmatrix on the way to the registers (load_left_transposed). So each tile is read from memory
-// once and used for both, and P, Q, R and S exist for one tile at a time. They are right factors in
-// 3, whose inner dimension is the vertices.
+// The tiles of Gr and Gi that were multiplied in 1 are the left factors in 3, too, transposed by
+// ldmatrix on the way to the registers. So a block copies each tile once. P, Q, R and S exist for
+// one tile at a time, and are the right factors in 3, whose inner dimension is the vertices.
 //
 // In 1 and 2 a warp has WV x WN elements of the tile, in 3 it has 32 x 32 elements of each sum: 96
 // registers a thread. A warp's results of 2 are read by others, so a barrier stands between 2 and
-// 3. The barrier in next() stands between 3 and the next tile's 2. At the end each slice leaves its
-// sums, and add_slices adds them up.
+// 3. The barrier in next() stands between 3 and the next tile's 2.
 template <typename Tiles>
 __global__ void __launch_bounds__(Tiles::kThreads, Tiles::kBlocksPerSM)
     accumulate_backward(Operands in, const bf16* M, float* partials) {
@@ -983,8 +982,9 @@ __global__ void __launch_bounds__(Tiles::kThreads, Tiles::kBlocksPerSM)
 }
 
 // Adds up the partial sums, in the same order in every run. dM (2, E, W) becomes dM1 and dM2 in
-// bf16, as factors of the last products. D (E, W) is in fp32. `count` is E W. A thread adds up 4
-// neighbours of every kSliceWarps-th slice: what counts is that all loads are on their way at once.
+// bf16, as factors of the last products. D (E, W) is in fp32. `count` is E W. The four warps of a
+// block have the same 128 elements, 4 neighbours a lane. Each warp adds up every fourth slice, so
+// that many loads are on their way at once. Then warp 0 adds up the warps' sums.
 constexpr int kSliceWarps = 4;
 __global__ void __launch_bounds__(32 * kSliceWarps)
     add_slices(const float* partials, int slices, bf16* dM, float* D, size_t count) {
@@ -1076,8 +1076,7 @@ __global__ void __launch_bounds__(kSmallThreads)
 //
 // The words:
 //   - A left factor may come from shared memory, too: rows(0) says that a row of the box is a row
-//     of the factor, and across_k() that a column of the box is one. So Gr^T needs no copy: wgmma
-//     transposes.
+//     of the factor, and across_k() that a column of the box is one. So wgmma transposes Gr itself.
 //   - `made` and `added` are barriers around P, Q, R and S. All 256 threads of the makers arrive at
 //     `made` when they have written their part of a tile. One thread of warpgroup 3 arrives at
 //     `added` when the tile is in its sums. Phases and the block's tiles are counted from 0. For
@@ -1345,8 +1344,8 @@ dim3 small_blocks(int64_t rows, int64_t cols, unsigned layers) {
 }
 
 // The grid of clusters of one or two blocks, whose blocks own `cols` columns each. x: the blocks of
-// a cluster, y: slices of V, z: groups of columns. As many clusters stay as the device holds, or as
-// finish in the same number of rounds. y is 0 where no cluster fits.
+// a cluster, y: slices of V, z: clusters along W. There are as many clusters as the device holds,
+// or fewer if these need no more rounds (see persistent()). y is 0 where no cluster fits.
 template <typename Function>
 dim3 clusters_for(const Shape& shape, int cols, Function* kernel, int threads, int bytes) {
   allow_shared_bytes(kernel, bytes);
