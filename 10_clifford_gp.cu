@@ -9,13 +9,13 @@
 // The layer of a Clifford neural network. A number is a multivector: in three dimensions a scalar,
 // a vector (e1, e2, e3), a bivector (e12, e13, e23) and a trivector (e123). These are 8
 // coefficients, each of a blade: 1, e1, e2 and so on to e123. A blade's grade is how many basis
-// vectors it is made of: e12 has grade 2, and 1 has grade 0. x_1 is the coefficient of 1 in x, its
-// scalar. (Below, and in the code, a blade of x also means its coefficient in x.) Multivectors
-// multiply like polynomials in e1, e2, ... which anticommute, e2 e1 = -e1 e2. Each of them squares
-// to +1, -1 or 0, and the algebra's signature says how many square to which. Grade a of x times
-// grade b of y can have parts of several grades c, which are added to z. Each triple a, c, b that
-// occurs has a weight for each feature, shared by the batch. In 2-D 10 triples occur, in 3-D 20.
-// |z_c|^2 is the plain sum of squares. Backward computes dx, dy and dw from d_out.
+// vectors it is made of: e12 = e1 e2 has grade 2, and 1 has grade 0. x_1 is the coefficient of 1 in
+// x, its scalar. (Below, and in the code, a blade of x also means its coefficient in x.)
+// Multivectors multiply like polynomials in the n basis vectors, which anticommute, e2 e1 = -e1 e2.
+// Each of these squares to +1, -1 or 0, and the algebra's signature says how many square to which.
+// Grade a of x times grade b of y can have parts of several grades c, which are added to z. Each
+// triple a, c, b that occurs has a weight for each feature, shared by the batch. In 2-D 10 occur,
+// in 3-D 20. |z_c|^2 is the plain sum of squares. Backward computes dx, dy and dw from d_out.
 //
 // If n is 2 and both vectors square to +1, there are four blades, and two of them multiplied are
 // one of them again, with a sign:
@@ -51,16 +51,16 @@
 //     rows streamed    a pipeline of several stages that the copy engine fills; the weights are in
 //                      registers, and a row's sums come together while the next row is multiplied
 //
-// Forward stands first, then backward. Each table ends with its fastest row. For the last two rows
-// the number of features is a multiple of 4, so that a row is whole vectors of 16 bytes, and a row
-// has to fit in a block. In "rows streamed" that is a row of up to 1024 features with 4 or 8
-// blades, 512 with 16, and 256 with 32. "rows streamed" needs compute capability 9.0.
+// Forward stands first, then backward, where the last three are "one launch each", "both on chip"
+// and "both streamed". Each table ends with its fastest row. For the last two kernels the number of
+// features is a multiple of 4, so that a row is whole vectors of 16 bytes, and a row has to fit in
+// a block. When streamed, that is a row of up to 1024 features with 4 or 8 blades, 512 with 16, and
+// 256 with 32. The streamed kernels need compute capability 9.0.
 //
-// What makes a kernel of 92 such instructions fast is that nobody looks anything up: which blade
-// times which gives which, with which sign and which weight, is known when the program is compiled.
-// Most people write these lines by hand, or with a symbolic package. Here the compiler writes them,
-// from the signature: Cl<3, 0, 0> is all that a user writes; Cl<1, 3, 0> (spacetime), Cl<3, 0, 1>
-// (projective) and Cl<4, 1, 0> (conformal) cost nothing more.
+// What makes a kernel of 92 such instructions fast is that nobody looks anything up: the blades,
+// signs and weights of all terms are known when the program is compiled. Others write these lines
+// by hand, or with a symbolic package. Here the compiler writes them, and all that it is given is
+// Cl<3, 0, 0>, or Cl<1, 3, 0> for spacetime, or Cl<3, 0, 1> for projective geometry, and so on.
 
 #include <algorithm>
 #include <bit>
@@ -292,8 +292,8 @@ __device__ __forceinline__ void add_product(Pack<W>& sum, const Pack<W>& a, cons
   }
 }
 
-// The terms of triple t in blade k of z, without the weight. Each x_i of the triple's grade is in
-// one at most, with the y_j for which e_i e_j is +e_k or -e_k.
+// The terms of triple t in blade k of z, without the weight. Each x_i of the triple's grade has one
+// term at most, with the y_j for which e_i e_j is +e_k or -e_k.
 template <typename A, int t, int k, int W>
 __device__ __forceinline__ Pack<W> terms_of_z(const Multivectors<A, W>& x,
                                               const Multivectors<A, W>& y) {
@@ -345,9 +345,9 @@ __device__ __forceinline__ Multivectors<A, W> weighted_product(const Multivector
 // ---- Unfused ------------------------------------------------------------------------------------
 
 // The baseline: the layer as a framework runs it. An operator reads its inputs from memory and
-// writes its result there. Here a whole grade triple is one kernel. Eager PyTorch would take one
-// for each sign and sum. In the first two kernels a thread has a multivector, and in the third a
-// block has a row of one grade.
+// writes its result there. Here a whole grade triple is one kernel. PyTorch in eager mode, which
+// runs operators one by one, would take several. In the first two kernels a thread has a
+// multivector, and in the third a block has a row of one grade.
 
 constexpr int kMaxWarps = 16;  // of a block
 
@@ -374,8 +374,8 @@ __global__ void apply_gate(const float* in, float* gated, Layer layer) {
       [&](auto k) { gated[k * layer.plane() + at] = factor * value.blade[k].v[0]; });
 }
 
-// Multiplies the grades of triple t = (a, c, b). The first triple of a grade c of z writes w <<x>_a
-// <y>_b>_c to z_c, and the others add theirs to it.
+// Multiplies the grades of triple t = (a, c, b). Here x and y are x' and y'. The first triple whose
+// result has grade c writes w <<x>_a <y>_b>_c to z_c, and the others add theirs to it.
 template <typename A, int t>
 __global__ void multiply_grades(const float* x, const float* y, const float* w, float* z,
                                 Layer layer) {
@@ -399,13 +399,13 @@ __global__ void multiply_grades(const float* x, const float* y, const float* w, 
   });
 }
 
-// How a row adds up kCount numbers over its features. Each thread brings its own `sums`. A warp
-// adds them up by shuffles: lanes that are 16 apart exchange what they have, then lanes that are 8
-// apart, and so on, until all 32 lanes have the sum (a butterfly). The warps meet in shared memory.
-// A kernel that calls this more than once has two arrays of partial sums, and its calls take turns
-// with them. So one barrier in a call is enough: a thread that writes the first array again has
-// passed the barrier of the call with the second one, and all threads arrived there after they had
-// read the first. (Sums is filled up to whole vectors of 16 bytes, so that few accesses move it.)
+// Adds up kCount numbers over a block's row. Each thread brings its own `sums`. A warp adds them up
+// by shuffles: lanes that are 16 apart exchange what they have, then lanes that are 8 apart, and so
+// on, until all 32 lanes have the sum (a butterfly). Then each thread adds up the sums of all
+// warps, from shared memory. A kernel that calls this more than once has two arrays of partial
+// sums, and its calls take turns with them. So one barrier in a call is enough: a thread that
+// writes the first array again has passed the barrier of the call with the second one, where all
+// arrived after they had read the first. (Sums is filled up to whole vectors of 16 bytes.)
 template <int kCount>
 struct alignas(16) Sums {
   float value[(kCount + 3) / 4 * 4];
@@ -427,7 +427,8 @@ __device__ __forceinline__ void add_up_block(Sums<kCount>& sums, Sums<kCount>* p
   }
 }
 
-// rsqrtf is within two units in the last place (CUDA Programming Guide, "Standard Functions").
+// 1 / rms. The rms is the root of the mean square, to which kEpsilon is added. rsqrtf is within two
+// units in the last place (CUDA Programming Guide, "Standard Functions").
 __device__ float inverse_rms(float squares, const Layer& layer) {
   constexpr float kEpsilon = 1e-6f;
   return rsqrtf(squares * layer.inverse_features + kEpsilon);
@@ -570,8 +571,8 @@ constexpr int kRowThreads = 256;
 // z need not be written to be normalized: it can be computed again. A block takes one row after the
 // other. It walks over the row's features once for the sums and once for the result; the second
 // time x and y come from the L2 cache, as far as it still has them. The kernel can do this for rows
-// of any length. But each product of multivectors is computed twice (without a norm once: there is
-// only walk 2). And the weights are read again for every row, through the L1 cache.
+// of any length. But with a norm each product of multivectors is computed twice. And the weights
+// are read again for every row, through the L1 cache.
 template <typename A>
 __global__ void __launch_bounds__(kRowThreads)
     forward_one_launch(const float* x, const float* y, const float* w, float* out, Layer layer) {
@@ -613,7 +614,7 @@ __global__ void __launch_bounds__(kRowThreads)
 //                    blocks as the GPU holds at a time
 //     prefetch       to fetch what will be needed later: here by cp.async, copies to shared memory
 //                    that run while the thread goes on (primitives/async_copy.cuh)
-//     RowsOnChip     how many threads a block has, and how many of them, whole warps, have a row
+//     RowsOnChip     how many threads a block has, and how many of them a row has: whole warps
 //     Place          which row of its block a thread has, and which W features: neighbours, moved
 //                    as one vector
 //     SharedWeights  the weights of a row's features. Those of one thread stand side by side
@@ -823,8 +824,8 @@ __device__ __forceinline__ void store_normed(const Multivectors<A, W>& z,
   });
 }
 
-// `first` is the first row of the block's group, and n the thread's own row. The first fetch()
-// closes the group of copies to which the weights belong, too.
+// `first` is the first row of the block's group, and n the thread's own row. The first fetch() also
+// commits the copies of the weights.
 template <typename A, int W>
 __global__ void __launch_bounds__(kThreads<A>, 1)
     forward_on_chip(const float* x, const float* y, const float* w, float* out, Layer layer,
@@ -899,8 +900,8 @@ template <typename A, int W>
 using Plane = float[kThreads<A> * W];
 
 // The sums of a block's warps, which meet without a barrier of the block. Round r uses slot r % 2.
-// A warp posts round r + 2 only after it has collected round r + 1. For that every warp has posted
-// round r + 1, and so has collected round r before. So nobody reads slot r % 2 any more.
+// Each warp collects a round before it posts the next one. So when a warp posts round r + 2, all
+// warps have posted round r + 1, and have collected round r before. Nobody reads its slot any more.
 template <int kCount, int kWarps>
 struct PostedSums {
   Sums<kCount> of[2][kWarps];
@@ -921,7 +922,7 @@ struct PostedSums {
   //     each thread    has s0 s1 s2 s3 of row 0            has s0 s1 s2 s3 of row 1
   __device__ __forceinline__ Sums<kCount> collect(const RowsOnChip& shape, int row, int round) {
     const int warps = shape.per_row / 32;
-    barrier_wait(&posted[round % 2], round / 2 % 2);  // its use number round / 2, from 0
+    barrier_wait(&posted[round % 2], round / 2 % 2);  // phase number round / 2
     return RowReduction<kCount>::collect(of[round % 2] + row * warps, warps);
   }
 #endif
@@ -958,7 +959,7 @@ __device__ __forceinline__ void order_rows(Stage& stage, Barrier* full,
   if (threadIdx.x == 0) barrier_arrive_expect(full, kPlanes * bytes);
 #pragma unroll 1
   for (int p = threadIdx.x / 32 + threadIdx.x % 32 * warps; p < kPlanes; p += blockDim.x) {
-    const float* tensor = tensors[0];  // becomes tensors[p / A::kBlades]
+    const float* tensor = tensors[0];  // tensors[p / A::kBlades], by constant indices
 #pragma unroll
     for (int i = 1; i < kTensors; ++i) tensor = p < i * A::kBlades ? tensor : tensors[i];
     const size_t plane = p % A::kBlades * layer.plane();
@@ -1181,8 +1182,8 @@ __device__ __forceinline__ Pack<W> terms_of_dy(const Multivectors<A, W>& x,
   return sum;
 }
 
-// One grade of dx, so that few results are in registers at a time. The function also adds to dw[t],
-// for the triples whose dw is made of sums of dx, or, where neither dx nor dy has sums, of z.
+// One grade of dx, so that few results are in registers at a time. The function also adds to dw[t]
+// where it has a sum for it: one of dx, or one of z if dy has none either.
 template <typename A, int grade, int W>
 struct OneGrade {
   Pack<W> blade[A::first(grade + 1) - A::first(grade)];
@@ -1226,7 +1227,7 @@ __device__ __forceinline__ OneGrade<A, grade, W> gradient_of_x(const Multivector
   return dx;
 }
 
-// The same for dy. It adds to dw where gradient_of_x has no sums, and this has.
+// The same for dy. It adds to dw[t] where dy has a sum for it, and dx has none.
 template <int grade, typename A, int W, typename Weight>
 __device__ __forceinline__ OneGrade<A, grade, W> gradient_of_y(const Multivectors<A, W>& x,
                                                                const Multivectors<A, W>& y,
@@ -1274,8 +1275,8 @@ __device__ __forceinline__ OneGrade<A, grade, W> gradient_of_y(const Multivector
 // which is little where the derivative is not almost 0.
 __device__ float gate_slope(float s) { return 0.39894228f * __expf(-0.5f * s * s); }
 
-// dz of one grade. With r = 1 / rms(z), out = r z and dr/dz = -r^3 z / features. So
-// dz = r d_out - r^3 z sum(d_out z) / features. A block has a row.
+// dz of one grade. A block has a row. out = r z with r = 1 / rms(z), and dr/dz = -r^3 z / features
+// for each z of the row. So dz = r d_out - r^3 z (sum over the row of d_out z) / features.
 __global__ void normalize_grade_gradient(const float* z, const float* d_out, const float* inverses,
                                          float* dz, int blades, Layer layer) {
   __shared__ Sums<1> partials[kMaxWarps];
@@ -1360,9 +1361,9 @@ __global__ void apply_gate_gradient(const float* in, float* gradient, Layer laye
   gradient[at] = factor * d.blade[0].v[0] + d_factor * gate_slope(value.blade[0].v[0]);
 }
 
-// dw (features, triples) = the sum of `count` partials (triples, features), in a fixed order: every
-// kernel that sums dw over the batch does so in two steps, so that blocks need not wait for each
-// other and the result does not depend on who is first. A block owns 32 columns; thread (x, y) adds
+// dw (features, triples) = the sum of `count` partials (triples, features), in a fixed order. dw is
+// always summed in two steps, so that blocks need not wait for each other and the result does not
+// depend on who is first. A block owns 32 columns, which are numbers of dw: thread (x, y) adds
 // partials y, y + kSumRows, ... of column x, then thread (x, 0) adds these up.
 constexpr int kSumRows = 16;
 
@@ -1386,8 +1387,8 @@ __global__ void __launch_bounds__(32 * kSumRows)
 
 // ---- One launch each ----------------------------------------------------------------------------
 
-// The gradients of norm and gates, for the kernels from here on. They do not keep z for backward:
-// they compute P again, the product before it is multiplied by the gates: z = g P, where g is
+// The gradients of norm and gates, for the kernels from here on. They do not keep z for backward,
+// but compute P again, the product before the gates multiply it. So z = g P, where g is
 // gate(x_1) gate(y_1). The norm needs two sums of a row for each grade: of z^2, as forward, and of
 // d_out z.
 template <typename A>
@@ -1455,11 +1456,11 @@ __device__ __forceinline__ void store_grade(const OneGrade<A, grade, W>& gradien
   });
 }
 
-// Makes dx and dy of a thread's multivectors, grade by grade, and writes them where they are
-// `inside`; dw is added to what it has. The gates depend on the scalars of x and y: so the scalars
-// of dx and dy have a second part, which comes through g = gate(x_1) gate(y_1). By the chain rule
-// that of dx_1 is dg gate'(x_1) gate(y_1), and that of dy_1 is dg gate(x_1) gate'(y_1). kTogether:
-// all threads of the warp call this together.
+// Makes dx and dy of a thread's multivectors, grade by grade, writes them if they are `inside`, and
+// adds to dw. The gates depend on the scalars of x and y, so the scalars of dx and dy have a second
+// part, which comes through g = gate(x_1) gate(y_1). By the chain rule that of dx_1 is
+// dg gate'(x_1) gate(y_1), and that of dy_1 is dg gate(x_1) gate'(y_1). kTogether: all threads of
+// the warp call this together.
 template <bool kTogether, typename A, int W, typename Weight>
 __device__ __forceinline__ void store_gradients(const Multivectors<A, W>& x,
                                                 const Multivectors<A, W>& y,
@@ -1476,7 +1477,7 @@ __device__ __forceinline__ void store_gradients(const Multivectors<A, W>& x,
   unroll<0, A::kGrades>([&](auto grade) {
     store_grade(gradient_of_x<grade>(x, y, dP, weight, dw), x_through_gate, dx, plane, inside);
   });
-  // This keeps the compiler from holding all weights in registers from above.
+  // Without this the compiler would keep all weights in registers, from dx to dy.
   if constexpr (kTogether) __syncwarp();
   unroll<0, A::kGrades>([&](auto grade) {
     store_grade(gradient_of_y<grade>(x, y, dP, weight, dw), y_through_gate, dy, plane, inside);
@@ -1487,7 +1488,6 @@ __device__ __forceinline__ void store_gradients(const Multivectors<A, W>& x,
 // dw. Both walks compute P first. dw is a sum over all rows, and a block has some of them. So each
 // block adds up its part of dw in memory of its own, (triples, features), and sum_partials adds up
 // these parts. No other block and no other thread comes to the same place, so nobody has to wait.
-// What stood there before the block's first row does not count.
 template <typename A>
 __global__ void __launch_bounds__(kRowThreads)
     backward_one_launch(const float* x, const float* y, const float* w, const float* d_out,
@@ -1545,7 +1545,7 @@ __global__ void __launch_bounds__(kRowThreads)
 //     memory.wait()            x, y and d_out of this row are in shared memory
 //     memory.take(...)         all three come to registers; P and the gates are computed
 //     fetch_x_and_d_out        of the next row, to the places that are free now
-//     add_up_row               this row's sums: all of its threads meet
+//     add_up_row               this row's sums: all threads of the block meet
 //     memory.take(kY), again   then fetch_y of the next row
 //     store_gradients          dx and dy go to memory, dw stays in registers
 template <typename A>
@@ -1709,7 +1709,7 @@ __global__ void __launch_bounds__(kThreads<A>, 1)
 using Tensors = CliffordTable;
 using Gradients = CliffordGradients;
 
-// x', y' and z, which backward needs again; without a norm z is out.
+// x', y', z and 1 / rms, which backward needs again. Without a norm z is the tensor `out`.
 template <typename A>
 struct Unfused {
   explicit Unfused(const Tensors& of)
@@ -1831,9 +1831,9 @@ Launch backward_once(const Tensors& of, const Gradients& d) {
 
 // How many threads a block has, if its rows are on chip. It could have as many rows as kThreads and
 // the shared memory allow. That says how many rounds the GPU needs for the batch. The block has
-// only as many rows as these rounds need: small batches get small blocks, so that every
-// multiprocessor has one. Returns nothing if rows are no whole vectors, or if one of them does not
-// fit in a block.
+// only as many rows as these rounds need. For example, with up to 16 rows in a block 132
+// multiprocessors take 1000 rows in one round, and 8 rows in each block are enough. Returns nothing
+// if rows are no whole vectors, or if one of them does not fit in a block.
 template <typename A, int W, class Memory>
 std::optional<RowsOnChip> rows_on_chip(const Layer& layer, size_t shared_bytes) {
   const int per_row = ceil_div(layer.features, 32 * W) * 32;
@@ -1854,7 +1854,7 @@ int persistent_blocks(AnyKernel kernel, const RowsOnChip& shape, size_t bytes, c
   return std::min(shape.groups(layer), resident);
 }
 
-// Launches of kernels whose blocks stay: one on chip, or streamed.
+// Launches of the kernels whose blocks stay, on chip and streamed.
 template <typename A>
 Launch forward_on_chip_of(const Tensors& of, const Device& device) {
   constexpr int W = kForwardWidth<A>;
@@ -1952,7 +1952,7 @@ constexpr int gradient_multiply_adds() {
 }
 
 // Operations for a multivector: those of the product; 4 for each gate, and 1 for g, which make 9;
-// for each blade the factor g, its square, the sum of squares and the factor 1 / rms.
+// 4 for each blade of z: the factor g, the square, the sum of squares and the factor 1 / rms.
 template <typename A>
 double forward_flops() {
   return 2 * product_multiply_adds<A>() + 9 + 4 * A::kBlades;
