@@ -45,9 +45,9 @@
 // The last two rows use the words of lesson 3, from its *one warpgroup* to its *clusters*: the copy
 // engine, producer and consumers, the stages of a pipeline, clusters.
 //
-// Forward stands first, then backward. The gradients of a product C = A B are dA = dC B^T and dB =
-// A^T dC. Here z_k is a sum of products P_t,k w[t]. So the gradient of P_t,k is dz_k w[t]^T, which
-// backward multiplies with y and x and adds up; and dw[t] is the sum over k of P_t,k^T dz_k.
+// Forward stands first, then backward. By the chain rule a product C = A B has the gradients
+// dA = dC B^T and dB = A^T dC. Here z_k is a sum of products P_t,k w[t]. So P_t,k has the gradient
+// dz_k w[t]^T, from which dx and dy come, and dw[t] is the sum over k of P_t,k^T dz_k.
 //
 // All kernels but *unfused* move packs of up to four neighbouring features: for these kernels the
 // number of features has to be a multiple of 4.
@@ -85,7 +85,7 @@ struct Euclidean {
   };
   struct Tables {
     int grade[kBlades] = {};
-    int first[kGrades + 1] = {};                      // blade of a grade
+    int first[kGrades + 1] = {};                      // the first blade of a grade
     int product[kBlades][kBlades] = {};               // which blade two blades make
     int sign[kBlades][kBlades] = {};                  // with which sign
     Triple triple[kGrades * kGrades * kGrades] = {};  // by x, then result, then y
@@ -149,7 +149,7 @@ static_assert(Euclidean<2>::kTriples == 10 && Euclidean<3>::kTriples == 20);
 // What is multiplied by what, as numbers that kernels read at run time. In w the triples are
 // ordered by the grade of x. Here they are ordered by the grade of their results, and a *slot* is a
 // triple's number in this order. Planes are numbered by slot, then by blade. So what one product of
-// matrices adds up stands together:
+// matrices adds up has neighbouring numbers:
 //
 //     grade c of the result   slots slot[c] to slot[c + 1] - 1, blades blade[c] to blade[c + 1] - 1
 //     its planes              from plane[c] on: blades(c) of the first slot, then of the next one
@@ -161,7 +161,7 @@ struct Order {
   __host__ __device__ constexpr int slots(int c) const { return slot[c + 1] - slot[c]; }
   __host__ __device__ constexpr int blades(int c) const { return blade[c + 1] - blade[c]; }
   __host__ __device__ constexpr int planes() const { return plane[grades]; }
-  // The grade that has this slot, plane or blade. `first` is the array of that name.
+  // The grade of slot, plane or blade `number`. `first` is the array slot, plane or blade.
   __host__ __device__ static constexpr int grade_of(const int (&first)[5], int number) {
     int c = 0;
     while (number >= first[c + 1]) ++c;
@@ -270,8 +270,8 @@ __device__ __forceinline__ Pack<W> plane_of(const Multivectors<A, W>& x,
   });
   return sum;
 }
-// Calls give(slot, k, P) for all planes of these slots, in their order. P is what x and y, W
-// multivectors each, contribute to the plane: W of its elements.
+// Calls give(slot, k, P) for all planes of these slots, in their order. P has the W elements of the
+// plane that these W multivectors of x and y make.
 template <typename A, int first_slot, int end_slot, int W, typename Give>
 __device__ __forceinline__ void make_planes(const Multivectors<A, W>& x,
                                             const Multivectors<A, W>& y, Give give) {
@@ -290,9 +290,9 @@ __device__ __forceinline__ void store_rounded(float* to, Pack<W> pack) {
   *reinterpret_cast<Pack<W>*>(to) = pack;
 }
 
-// How a row adds up kCount numbers over its features, as in lesson 10: lanes exchange what they
-// have, then the warps meet in shared memory. Sums is padded to whole pieces of 16 bytes, which a
-// thread may store and load at once.
+// How threads add up kCount numbers over a row's features, as in lesson 10: lanes exchange what
+// they have, then the warps meet in shared memory. Sums is padded to whole pieces of 16 bytes,
+// which a thread may store and load at once.
 template <int kCount>
 struct alignas(16) Sums {
   float value[(kCount + 3) / 4 * 4];
@@ -327,11 +327,10 @@ __device__ float inverse_rms(float squares, const Layer& layer) {
 
 // ---- Unfused ------------------------------------------------------------------------------------
 
-// The baseline, as a framework runs it, with as few products as possible. One kernel applies the
-// gates. One kernel writes all planes, one copies the weights to the order of slots. The planes of
-// one grade of the result form one matrix. So one product of the library for each grade sums over
-// all triples of this grade. Then come the norms. For gates and planes a thread has a multivector,
-// for norms a block has a row of one grade.
+// The baseline, as a framework runs it, but with few products: the planes of a grade of the result
+// form one matrix, so the library multiplies once for each grade. Before that, kernels apply the
+// gates, write all planes, and copy the weights to the order of slots. Then come the norms. For
+// gates and planes a thread has a multivector, for norms a block has a row of one grade.
 
 // gated = in gate(in_1)
 template <typename A>
@@ -400,7 +399,7 @@ __global__ void normalize_grade(const float* z, float* out, float* inverses, int
   }
 }
 
-// c (m, n) = a b in TF32, row-major; a is stored as (m, k), or transposed, b as (k, n), or
+// c = a b in TF32, where a is (m, k), b is (k, n), and all are row-major. a or b may be stored
 // transposed. cuBLAS takes matrices as column-major. So it is asked for c^T = b^T a^T.
 enum class Stored { plain, transposed };
 void library_product(cublasHandle_t blas, const float* a, Stored a_is, const float* b, Stored b_is,
@@ -422,9 +421,10 @@ void library_product(cublasHandle_t blas, const float* a, Stored a_is, const flo
 //
 //     place<pieces>(row, piece)   where a piece of 4 floats of a left operand is in shared memory.
 //                                 Pieces change places, so that 8 rows are in different banks
-//     load_left                   by ldmatrix, a left operand of 16 x 8, which lies as place() says
-//     load_right                  a right operand of 8 x 32, whose 8 rows of k lie one after the
-//                                 other, kRowStride apart: so lanes read from different banks
+//     load_left                   a left operand of 16 x 8, which lies as place() says. It comes by
+//                                 ldmatrix, which takes 4 floats for 8 numbers of 16 bits
+//     load_right                  a right operand of 8 x 32. Its 8 rows are kRowStride apart, so
+//                                 that lanes read from different banks
 //     for_results(sum, visit)     calls visit(row, col, value) with the lane's results
 constexpr int kTile = 64, kTileThreads = 128, kRowStride = kTile + 8;
 using TileSum = float[2][4][4];
@@ -644,16 +644,16 @@ struct Chunk {
   Layer layer;
   int first, rows, pitch, stride;
   __host__ __device__ size_t matrix() const { return static_cast<size_t>(pitch) * stride; }
-  // How many parts of 128 features, or fewer, a row has; and of 128 rows, the chunk.
+  // A row has slices() parts of up to 128 features, the chunk row_blocks() parts of 128 rows.
   __host__ __device__ int slices() const { return ceil_div(stride, 128); }
   __host__ __device__ int row_blocks() const { return ceil_div(pitch, 128); }
 };
 
 // Of each 16 columns of a sum wgmma gives a thread four, such as columns 0, 1, 8 and 9. If the
-// columns were the features in their order it could store two neighbours at a time. But the order
-// of a right factor's rows decides which feature is computed in which column. Feature `col` stands
-// at this place, so that the four columns of a thread are four neighbouring features, 16 bytes:
-// features 0, 1, 2, 3 are columns 0, 1, 8, 9, and features 4, 5, 6, 7 are columns 2, 3, 10, 11.
+// columns were the features in their order a thread could store two neighbours at a time. But we
+// choose which feature is computed in which column, by the order in which we store the transposed
+// weights. Feature `col` stands at this place. So a thread's four columns are four neighbouring
+// features, 16 bytes: features 0 to 3 are columns 0, 1, 8, 9, features 4 to 7 are 2, 3, 10, 11.
 __host__ __device__ constexpr int place_of_column(int col) {
   return col / 16 * 16 + col % 4 / 2 * 8 + col % 16 / 4 * 2 + col % 2;
 }
@@ -712,7 +712,7 @@ struct WeightTransposer {
   int features, stride;
   Order order;
 
-  // 128, or 32 where there are few.
+  // kWidth. Short rows are cut into smaller pieces, so that there are more blocks.
   __host__ __device__ int width() const { return stride < 512 ? 32 : 128; }
   __host__ __device__ int blocks() const {
     return order.slot[order.grades] * (stride / 32) * (stride / width());
@@ -747,9 +747,9 @@ struct WeightTransposer {
 };
 
 // The kernel before the product. Each of the first `plane_blocks` blocks makes four units, one a
-// warp. In *planes first*, with 512 features, these are one row of all planes P_t,k. So a plane is
-// made once, not once for each 64 columns. Each other block transposes a piece of w; such blocks
-// come with the first chunk only. Block 0 also sets to 0 the counters that the product waits for.
+// warp. In *planes first*, with 512 features, these are one row of all planes P_t,k. Each other
+// block transposes a piece of w; such blocks come with the first chunk only. Block 0 also sets to 0
+// the counters that the product waits for.
 template <typename A>
 __global__ void __launch_bounds__(128, A::kBlades > 4 ? 5 : 8)
     make_ready(const __grid_constant__ PlaneMaker<A> maker, int plane_blocks,
@@ -774,10 +774,9 @@ __global__ void __launch_bounds__(128, A::kBlades > 4 ? 5 : 8)
 
 // Lesson 3's *clusters*, in TF32. A block computes z_k of one blade k for 128 rows and kCols
 // features, the sum of P_t,k w[t] over all slots of k's grade. kStacked blocks below each other
-// share the weights. A stage has 32 features of one plane, and the weights of its slot for these:
-// 128 bytes a row, as are lesson 3's 64 numbers of fp16. For the pipeline a tile is one long
-// product. For e1 in 3-D with 512 features 96 stages are filled, 16 of 32 features for each of 6
-// planes.
+// share the weights. A stage has 32 features of one plane, and the weights of its slot for these.
+// A row has 128 bytes, as have lesson 3's 64 numbers of fp16. For the pipeline a tile is one long
+// product. In 3-D e1 has 6 planes. With 512 features each fills 16 stages, together 96.
 //
 // Large tiles are those of two blocks with 256 columns, small ones those of one block with 128.
 // LeftFactor says how the left factor lies in shared memory: a LeftTile as in lesson 3, or, in
@@ -828,8 +827,8 @@ struct Rounds {
 //                        long tile while others have nothing left to do
 //
 // Row by row the norm is easier (see Norm), but clusters that would have only a part of a row are
-// left out. This order needs at least as many clusters as a row has tiles. It is taken if besides
-// the algebra is 2-D, where tiles differ less, or if there are at most twice as many tiles as
+// left out. This order needs at least as many clusters as a row has tiles. With so many it is
+// taken in 2-D, where tiles differ less, and where there are at most twice as many tiles as
 // clusters. (24 tiles in rows of 8 on 12 clusters pass this test. Then 4 clusters are left out, and
 // it takes three rounds.) In 3-D with more tiles the second order is faster. For example, let there
 // be 5 clusters in 3-D for two rows of tiles, A and B, of one column. A row has 8 tiles, more than
@@ -900,8 +899,8 @@ struct TileOrder {
 // When a sum is there, it still has to be divided by its row's rms, see out at the top. The norm of
 // a row is over all features and over the blades of a grade. These are in tiles of several
 // clusters. If all of these tiles are of one round, a warpgroup keeps its sums of z in registers,
-// leaves its rows' sums of squares in memory, counts itself, and waits until all tiles are counted.
-// Then it scales its sums, so that z is never in memory.
+// leaves its rows' sums of squares in memory, adds 1 to a counter, and waits until all tiles have
+// done so. Then it scales its sums, so that z is never in memory.
 //
 // Nobody waits forever: all clusters are on the device at the same time, each has one tile of a
 // round, and a warpgroup that waits has given back its stages before. Rows whose tiles are of
@@ -940,8 +939,8 @@ struct Norm {
     float* const from =
         squares + static_cast<size_t>(first) * tiles.cols * chunk.pitch + row + Sum<kCols>::row(0);
     if (all > 1) {
-      // Leaves its own sums, counts itself, waits for the others, and adds up all sums, always in
-      // the same order. __ldcg reads from the L2 cache, as other multiprocessors have written them.
+      // Leaves its own sums, adds 1, waits for the others, and adds up all sums, always in the same
+      // order. __ldcg reads from the L2 cache, as other multiprocessors have written these sums.
       if (lane < 2) {
         from[static_cast<size_t>(own) * chunk.pitch + 8 * lane] = lane == 0 ? sums[0] : sums[1];
       }
@@ -1077,8 +1076,7 @@ __device__ __forceinline__ void multiply_tiles(typename Tile::Shared& shared,
 // The product, once all planes are in memory. The launch has norm.tiles.rounds.clusters clusters. A
 // block has three warpgroups, as in lesson 3. Of the first one a single thread works: it fills
 // stages as soon as they are given back, also for the next tile, while this one is scaled and
-// stored. The others are consumers. So tensor cores do not wait until planes are made, as they do
-// in *planes in tiles*, and where tiles are together() z is never in memory without its norm.
+// stored. The others are consumers. So tensor cores never wait for planes that are being made.
 template <class Tile>
 __global__ void HOPPER_CLUSTER(Tile::kBlocks) __launch_bounds__(384, 1)
     planes_first(const __grid_constant__ CUtensorMap planes,
@@ -1157,10 +1155,10 @@ __global__ void __launch_bounds__(128) normalize_rest(const __grid_constant__ No
 // there. The thread that starts the copies waits until all 128 are counted, once for each 128
 // features of a tile, which are four steps.
 //
-// Copies wait for makers of other blocks, too. Makers never wait for anybody, so every patch comes
-// if all blocks run at the same time: the launch has only as many as the device holds. (Clusters
-// without a tile make planes, too.) A thread of the makers' warpgroup has 152 registers, not 56 as
-// in *planes first*. So one of a consumer has 176, not 224.
+// Copies wait for makers of other blocks, too. Makers never wait for anybody. So every patch gets
+// made if all blocks run at the same time: the launch has only as many as the device holds.
+// (Clusters without a tile make planes, too.) A thread of the makers' warpgroup has 152 registers,
+// not 56 as in *planes first*. So a consumer's thread has 176, not 224: all share 65536 registers.
 //
 // The product hides only a part of the makers' work. It takes 1024 cycles for a stage, 128 x 32
 // times 32 x 256: 2^20 multiply-adds, 1024 a cycle. In these cycles the factors arrive in shared
@@ -1191,7 +1189,7 @@ struct BesideMaker : PlaneMaker<A> {
   // unit, then makes this one. Before it reports it waits for its writes, and meanwhile the loads
   // arrive. The fence is for the copy engine, which will read the planes.
   __device__ __forceinline__ void make_beside(int warp, int warps) const {
-    constexpr int kAtOnce = A::kBlades > 4 ? 1 : 2;  // units, of as many rows as registers hold
+    constexpr int kAtOnce = A::kBlades > 4 ? 1 : 2;  // units, of neighbouring rows
     const auto report = [&](int patch) {
 #if HOPPER_CODE
       global_fence();
@@ -1272,8 +1270,8 @@ __global__ void HOPPER_CLUSTER(Tile::kBlocks) __launch_bounds__(384, 1)
 
 // ---- Unfused, backward --------------------------------------------------------------------------
 
-// First comes dz. Then two products of the library for each grade give dw, and the planes'
-// gradients in place of the planes. From these come dx' and dy', and then dx and dy.
+// First comes dz. Then the library multiplies twice for each grade: first for dw, then for the
+// planes' gradients, which overwrite the planes. From these come dx' and dy', then dx and dy.
 
 // The gate is the share of a normal distribution below s, so its derivative is the normal density,
 // exp(-s^2 / 2) / sqrt(2 pi).
@@ -1303,7 +1301,7 @@ __global__ void normalize_grade_gradient(const float* z, const float* d_out, con
 }
 
 // What the planes of triple t add to dx' and dy', from their gradients d: a plane's term is sign
-// x'_i y'_j, so dx'_i += sign y'_j d_k and dy'_j += sign x'_i d_k. One grade of each is needed.
+// x'_i y'_j, so dx'_i += sign y'_j d_k and dy'_j += sign x'_i d_k. Of d, x and y one grade is read.
 template <typename A, int t, int W>
 __device__ __forceinline__ void take_apart(const Multivectors<A, W>& d, const Multivectors<A, W>& x,
                                            const Multivectors<A, W>& y, Multivectors<A, W>& dx,
@@ -1544,11 +1542,11 @@ __device__ __forceinline__ void finish_gradients(const Multivectors<A, W>& x,
 }
 
 // A block computes dx and dy for 64 rows and 128 features, all blades, triple by triple. First its
-// warps leave the gradients of the triple's planes in shared memory. Then a thread takes four
-// features of a row at a time: it loads one grade of x and of y, and adds the triple's terms to the
-// sums in dx and dy, in memory. Only this thread comes to these places until the end. A grade's
-// first triple starts its sums. So at most 3 planes' gradients exist at a time, where *unfused* has
-// all 44 in memory. At the end finish_gradients() puts the gates in.
+// warps leave the gradients of the triple's planes in shared memory: 3 at most, where *unfused* has
+// all 44 in memory. Then a thread takes four features of a row at a time: it loads one grade of x
+// and of y, and adds the triple's terms to the sums in dx and dy, in memory. Only this thread comes
+// to these places until the end. A grade's first triple starts its sums. At the end
+// finish_gradients() puts the gates in.
 template <typename A>
 __global__ void __launch_bounds__(kPairThreads, 2)
     input_gradient_tiles(const float* x, const float* y, const float* w, ResultGradients dz,
@@ -1599,6 +1597,7 @@ __global__ void __launch_bounds__(kPairThreads, 2)
 }
 
 // Weight gradients: a block has all slots of a grade c, each of its two groups of warps up to 3.
+// Shared memory holds 8 rows of the grade's planes, and of dz of its blades.
 constexpr int kWeightDepth = 8, kWeightPlane = kWeightDepth * kRowStride;
 template <typename A>
 constexpr int kWeightTileBytes = [] {
@@ -1610,7 +1609,8 @@ constexpr int kWeightTileBytes = [] {
 }();
 
 // Adds up P_t,k^T dz_k for kCount slots of a grade of kBlades blades. A row of `planes` is one of
-// the batch, over which the sum goes. So left operands come by single loads, like right ones.
+// the batch, a column of P^T. ldmatrix can transpose numbers of 16 bits only. So left operands come
+// by single loads, like right ones.
 template <int kBlades, int kCount>
 __device__ __forceinline__ void multiply_transposed(TileSum (&sums)[3], const float* planes,
                                                     const float* results) {
@@ -1694,9 +1694,9 @@ __device__ __forceinline__ void weight_gradient_tile(const float* x, const float
   });
 }
 
-// blockIdx.z says which grade of the result a block has, and which of `splits` equal shares of the
-// rows. With few features there are too few tiles: at 128, in 3-D, 2 x 2 for each of 4 grades, 16
-// blocks. Each share has its own sum; in dw these sums lie one after the other.
+// blockIdx.z says which grade of the result a block has, and which of `splits` shares of the rows.
+// With few features there are too few tiles: 128 features in 3-D have 2 x 2 for each of 4 grades,
+// 16 blocks. Each share has its own sum; in dw these sums lie one after the other.
 template <typename A>
 __global__ void __launch_bounds__(kPairThreads, 2)
     weight_gradient_tiles(const float* x, const float* y, ResultGradients dz, float* dw, int splits,
@@ -1732,10 +1732,10 @@ __global__ void sum_weight_gradients(const float* partials, float* dw, int count
 // the planes' gradients are written over them, and taken apart by a kernel of their own.
 //
 // dz is stored transposed, (blades, stride, pitch). The product for dw sums over the batch. In a
-// row of dz neighbours of the batch lie beside each other, so dz can be its right factor. The left
-// factors are planes for dw, and dz for the planes' gradients: in memory each of their rows has a
-// single k. In TF32 wgmma takes such a factor from registers only: TransposedLeftTile loads it to
-// them. So neither dz nor planes have to be in memory in both orders.
+// row of dz neighbours of the batch lie beside each other, so dz can be its right factor. Its left
+// factors are planes. For the planes' gradients dz is the left factor. In memory a row of a left
+// factor here has a single k. In TF32 wgmma takes such a factor from registers only, to which
+// TransposedLeftTile loads it. So neither dz nor planes have to be in memory in both orders.
 using LargeTransposed = Tf32Tile<256, 2, TransposedLeftTile<128>>;
 using SmallTransposed = Tf32Tile<128, 1, TransposedLeftTile<128>>;
 
@@ -1941,8 +1941,8 @@ struct WeightGradientTiles {
     rounds = {tiles, std::min(tiles, clusters)};
   }
 
-  // The slot and its grade; which share, of which rows: `begin` and `end` are steps of 32; where
-  // the tile is in the matrix.
+  // A tile's slot and grade, its share of the rows (steps `begin` to `end` - 1, 32 rows each), and
+  // where it is in the matrix.
   struct Place {
     int slot, c, split, begin, end, row, col;
     __host__ __device__ int steps(const Order& of) const { return (end - begin) * of.blades(c); }
@@ -2155,9 +2155,9 @@ struct UnfusedConnectedBackward {
   Memory<float> dz, dw;
 };
 
-// *planes in tiles*: forward() launches round_weights, forward_tiles and normalize_rows;
-// backward(), for as many rows at a time as dz has room for, result_gradients, input_gradient_tiles
-// and weight_gradient_tiles, at last sum_weight_gradients, if shares have sums of their own.
+// *planes in tiles*: forward() launches round_weights and forward_tiles, and normalize_rows for the
+// norm. For as many rows at a time as dz holds, backward() launches result_gradients,
+// input_gradient_tiles and weight_gradient_tiles. With several shares sum_weight_gradients is last.
 template <typename A>
 struct Tiled {
   explicit Tiled(const Tensors& tensors)
@@ -2267,8 +2267,8 @@ int clusters_of(void (*kernel)(Parameters...)) {
   allow_shared_bytes(kernel, kBytes);
   return resident_clusters(kernel, Tile::kBlocks, 384, kBytes);
 }
-// The choice that takes fewer cycles: the number of rounds times the cycles of a step. A tile of
-// either size has as many steps. large(clusters) and small(clusters) are how many tiles there are.
+// The choice that takes fewer cycles: the number of rounds times the cycles of a step. Large and
+// small tiles have equally many steps. large(clusters) and small(clusters) count the tiles.
 template <typename LargeTiles, typename SmallTiles>
 TileChoice choose_tile(int large_clusters, int small_clusters, LargeTiles large, SmallTiles small) {
   const int large_cycles = kLargeCycles * ceil_div(large(large_clusters), large_clusters);
