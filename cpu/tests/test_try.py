@@ -1314,6 +1314,7 @@ int main(int count, char**) {
 """
 
 
+@pytest.mark.extensive
 def test_thrust(tried):
     """What its algorithms do to memory of the device is right, and a kernel's before and after it; the host by itself
     may not read that memory."""
@@ -1560,6 +1561,7 @@ int main() {
 """
 
 
+@pytest.mark.extensive
 def test_cub_of_the_device(tried):
     needs("cub/version.cuh")
     result = tried(CUB_OF_DEVICE)
