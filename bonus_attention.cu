@@ -651,7 +651,7 @@ __global__ void __launch_bounds__(384, 1)
 // of the next tile. If the next tile has a larger maximum, the rows of the results have to be
 // multiplied by a number, `factor`. But wgmma still adds to the registers of the results. So they
 // can be multiplied by it only when wgmma is done, and while this consumer multiplies them it has
-// no products under way. By itself the new order gains nothing.
+// no products under way. By itself the new order gains little.
 //
 // *rare factors*, kRarely, multiplies them in few tiles only: see OnlineRows.
 template <typename T, int kWidth, bool kRarely>
