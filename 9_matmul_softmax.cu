@@ -4,8 +4,8 @@
 //     logits l = x W, m(b) = the maximum of row b
 //     x (B, D), W (D, C), probs (B, C): fp32, row-major; D inputs, C classes
 //
-// The last layer of a classifier. What is computed is 2 B D C operations; what has to move is x, W
-// and probs, 4 (B D + D C + B C) bytes. In small layers neither operations nor bytes take long:
+// This is the last layer of a classifier. It computes 2 B D C operations, and has to move x, W and
+// probs, 4 (B D + D C + B C) bytes. In small layers neither operations nor bytes take long:
 // launches do, and blocks that wait for one another's data. In large ones with many rows arithmetic
 // is the limit. In large ones with few rows it is memory, since W is nearly all that moves.
 //
@@ -19,11 +19,11 @@
 //
 //     (1) library   cuBLAS's fastest, then our softmax of logits (softmax_rows, below)
 //     (2) unfused   our product, then the same softmax kernel
-//     (3) fused     our product and softmax in one launch; half fused (*online*): in two
+//     (3) fused     our product and softmax in one launch (*online* is half fused: it has two)
 //
 // (2) against (3) is fusion, where the product is the same. (1) against (2) compares the library's
 // product with ours, and also how the two are launched: ours starts early, the library's does not.
-// There are three products, and each has a row (2) and a row (3).
+// Three of our products (*tiles*, *tensor cores*, *specialized*) have both rows, (2) and (3).
 //
 // The kernels, each with the one idea that it adds:
 //
@@ -32,8 +32,8 @@
 //                            in the fp32 tables alone.)
 //     unfused tiles,         32 rows share what a block reads of W. Fused: a block has all columns
 //     fused tiles            of its rows (at most 128), so a row is in the lanes of one warp
-//     fused cluster          split-K: 8 blocks share D, and send their partial sums through
-//                            distributed shared memory
+//     fused cluster          split-K: each of 8 blocks adds up an eighth of D. They send their
+//                            partial sums through distributed shared memory
 //     online tiles           more than 128 columns: a block leaves the maximum and the sum of its
 //                            part of a row, and a second kernel finishes. So this is half fused
 //     exchange tiles         the blocks of a row run at the same time, keep their logits in
@@ -44,33 +44,33 @@
 //     online specialized,    a pipeline of stages, and clusters of blocks that share what they copy
 //     fused specialized
 //     fused split-K          *fused rows* again, for at most 16 columns: the threads of a block
-//                            share D, so all loads of a row are under way at once
+//                            share D, so the loads of 128 inputs are under way at once
 //
-// So up to 128 columns *fused tensor cores* is the last idea, for more columns it is *fused
-// specialized*, or *online specialized* where a row has more tiles than run at a time. In the
-// smallest layers *fused split-K* wins, without tensor cores.
+// So the ideas lead to *fused tensor cores* for up to 128 columns. For more columns they lead to
+// *fused specialized*, or to *online specialized* where a row of logits has more tiles than run at
+// a time. In the smallest layers *fused split-K* wins, without tensor cores.
 //
 // The kernels on tensor cores have one size of tile, or two, and take only rows that are whole
-// vectors: D has to be a multiple of 4, and C of 2 (*tensor cores*) or 4 (*specialized*). Other
-// shapes have the other rows, and a line below the tables says so. docs/softmax.md tells how the
-// library of this repository takes any shape.
+// vectors: D has to be a multiple of 4, and C of 2 (*tensor cores*) or 4 (*specialized*). For other
+// shapes the table lacks these kernels, and a line below the tables says so. docs/softmax.md tells
+// how the library of this repository takes any shape.
 //
 // There are two sets of tables, never mixed: true fp32 accuracy, and TF32, where a product may
-// round its operands to 10 bits of mantissa, so that tensor cores can multiply them. The first
-// kernels round nothing; all but *fused rows* are in both sets, where a shape is not too large for
-// the CUDA cores. In the fp32 tables tensor cores multiply in "3xTF32": each operand is the sum of
-// two TF32 numbers, and there are three products instead of one. The error is held to the bound of
-// fp32.
+// round its operands to 10 bits of mantissa, so that tensor cores can multiply them. The kernels on
+// the CUDA cores do not round operands. All of them but *fused rows* are in both sets, where a
+// shape is not too large for them. In the fp32 tables tensor cores multiply in "3xTF32": each
+// operand is split into two TF32 numbers, and there are three products instead of one. The error is
+// held to the bound of fp32.
 //
 // All kernels of ours, the softmax of (1) and (2) among them, are launched early
-// (primitives/early_launch.cuh): here the time between two kernels counts. So each kernel begins
-// with two calls. start_next_kernel() lets blocks of the next kernel take the places of those that
-// end from now on. wait_for_previous_kernel() waits until the kernel before this one has ended: not
-// until then may this one read what that one writes, or write what that one reads. The first call
-// can stand before the wait, since the next kernel's blocks have to wait, too, for this kernel.
+// (primitives/early_launch.cuh): here the time between two kernels counts. So there are two calls
+// near the beginning of each kernel. start_next_kernel() lets blocks of the next kernel take the
+// places of those that end from now on. wait_for_previous_kernel() waits until the kernel before
+// has ended. Only then may a kernel read what the kernel before writes, or write what it reads. The
+// first call can stand before the wait, since the next kernel's blocks wait for this kernel, too.
 //
-// With infinities: a logit of -inf has the probability 0. A row of only -inf has no maximum to
-// subtract, and becomes NaN, in the reference, too.
+// A logit of -inf has the probability 0. If all logits of a row are -inf, there is no maximum to
+// subtract: all of the row's probabilities become NaN, in the reference, too.
 //
 // --all adds the fp32 tables, and more shapes where none is given. (A GPU before compute capability
 // 8.0 has no TF32. It always has the fp32 tables, and those of TF32 with --all only, for the rows
@@ -105,26 +105,27 @@ constexpr int kWarps = 8, kThreads = 32 * kWarps;
 
 // The words of this part:
 //
-//     MaxSum {largest, sum}   what softmax has to know of a row, or of a part of it: the largest
-//                             logit, and the sum of exp(logit - largest). Without logits: -inf, 0
+//     MaxSum {largest, sum}   the largest logit of a row or of a part of it, and the sum of
+//                             exp(logit - largest): "maximum and sum". Of no logits it is {-inf, 0}
 //     base_of(largest)        what is subtracted from logits: the maximum, or 0 where that is -inf,
-//                             for which there would be NaN
+//                             since -inf - (-inf) is NaN
 //     lanes_max<32>(value)    the maximum over the lanes of a warp; lanes_sum<32> is their sum
 //     online softmax          parts of a row are merged, and no part has to know another one's
 //                             maximum beforehand
 
-// The factor by which exponentials relative to `from` become relative to `to`. Of two -inf: 1.
+// exp(logit - m) is an exponential relative to m. Times this factor, exponentials relative to
+// `from` become relative to `to`. If both are -inf, it is 1.
 __device__ inline float rebase(float from, float to) { return from == to ? 1 : expf(from - to); }
 
 // Merges two parts of a row: both sums become relative to the larger maximum. For example, the
-// logits 3 and 1 are (3, 1.135), and 5 and 4 are (5, 1.368). Together they are (5, 1.135 e^(3 - 5)
-// + 1.368), which is (5, 1.522). (Attention does the same to what it has when a larger logit
-// comes.)
+// logits 3 and 1 are (3, 1.135), and 5 and 4 are (5, 1.368). Together they are
+// (5, 1.135 e^(3 - 5) + 1.368), which is (5, 1.522).
 __device__ inline MaxSum merge(MaxSum a, MaxSum b) {
   const float largest = fmaxf(a.largest, b.largest);
   return {largest, a.sum * rebase(a.largest, largest) + b.sum * rebase(b.largest, largest)};
 }
 
+// Merges the parts of a warp's lanes by shuffles. All lanes get the result.
 __device__ inline MaxSum warp_merge(MaxSum part) {
 #pragma unroll
   for (int i = 16; i > 0; i /= 2) {
@@ -155,8 +156,8 @@ __device__ inline MaxSum block_merge(MaxSum part) {
 }
 
 // A warp has a part of a row in its lanes: lane l has the logits of the part's columns l, l + 32
-// and so on, and the part has `columns` columns. The logits become exponentials relative to their
-// maximum (those of columns that do not exist become 0). Maximum and sum are returned.
+// and so on. Of these only the first `columns` columns exist. The logits become exponentials
+// relative to their maximum, and those of other columns become 0. Maximum and sum are returned.
 template <int kValues>
 __device__ MaxSum exponentials(float (&v)[kValues], int columns) {
   const int lane = threadIdx.x % 32;
@@ -184,7 +185,7 @@ __device__ void write_part(float* to, const float (&v)[kValues], float factor, i
 
 // ---- softmax of logits --------------------------------------------------------------------------
 
-// What comes after a product that is not fused. The rows *library* and *unfused* all have it, so it
+// This comes after a product that is not fused. The rows *library* and *unfused* all have it, so it
 // has to be good: each logit is read once, and each probability is written once.
 //
 // kGroup threads, a warp or the block, share a row of at most kGroup * kValues logits, and keep it
@@ -238,8 +239,8 @@ __global__ void __launch_bounds__(kThreads)
   }
 }
 
-// A row that does not fit into a block's registers is read twice, by two kernels. In both a block
-// has kLongPart columns of row blockIdx.x, and gridDim.y blocks have the row. The first kernel
+// A row that does not fit into a block's registers is read twice, by two kernels. In both of them
+// gridDim.y blocks share row blockIdx.x, and each has kLongPart of its columns. The first kernel
 // writes the maximum and the sum of each part.
 constexpr int kLongestInRegisters = 32 * kThreads, kLongPart = 16 * kThreads;
 
@@ -272,7 +273,7 @@ __global__ void __launch_bounds__(kThreads)
   constexpr int kValues = kLongPart / kThreads;
   const size_t start = static_cast<size_t>(blockIdx.x) * C;
   const int first = blockIdx.y * kLongPart + threadIdx.x;
-  float v[kValues];  // on their way while the maxima and sums come
+  float v[kValues];  // The logits are on their way while the maxima and sums come.
 #pragma unroll
   for (int i = 0; i < kValues; ++i) {
     v[i] = first + i * kThreads < C ? logits[start + first + i * kThreads] : 0;
@@ -326,8 +327,8 @@ __global__ void __launch_bounds__(kThreads)
 //     copy_async          starts a copy from global to shared memory (cp.async, lesson 2)
 //     TileStage           what one step along D needs of x and of W, in shared memory
 //     copies_ahead        keeps the copies two steps ahead of what is multiplied
-//     ahead.next()        waits for the next step, starts the copies of the one after the next, and
-//                         returns the step's number
+//     ahead.next()        waits for the copies of the next step, starts those of two steps later,
+//                         and returns the number of the step that it has waited for
 //
 // Rows share W from here on: a block computes a tile of 32 x 128 logits, as lesson 2's *async*
 // does. Steps of 16 inputs come into shared memory, two of them ahead of the one that is
@@ -336,8 +337,8 @@ __global__ void __launch_bounds__(kThreads)
 // of one warp, which is what a softmax wants: its maximum and its sum take a few shuffles.
 //
 // The product is in fp32 on the CUDA cores. That takes the least code, and any GPU runs it. How a
-// row comes together does not depend on how the product is made: so that is shown here, up to
-// *exchange tiles*, and tensor cores come later.
+// row comes together does not depend on how the product is made. So the kernels up to *exchange
+// tiles* show how a row comes together, and tensor cores come later.
 constexpr int kRows = 32, kCols = 128, kDepth = 16, kStages = 3;
 constexpr int kOwnRows = kRows / kWarps, kOwnCols = kCols / 32;  // a thread's
 
@@ -414,10 +415,10 @@ __global__ void __launch_bounds__(kThreads)
 
 // ---- fused tiles --------------------------------------------------------------------------------
 
-// The same product. But a block has 32 rows with all their columns, at most 128, and a warp
-// finishes its four rows without asking anybody: no logit is written. W is read B / 32 times
-// instead of B. But few rows are few blocks: 1024 rows are 32 blocks, for a GPU of 132
-// multiprocessors.
+// The product is the same. But a block has 32 rows with all their columns, at most 128, and a warp
+// finishes its four rows without any other warp: no logit is written. W is read B / 32 times, where
+// *fused rows* reads it B times. But few rows are few blocks: 1024 rows are 32 blocks, and an H100
+// has 132 multiprocessors.
 __global__ void __launch_bounds__(kThreads) fused_tiles(SoftmaxInputs in, float* probs) {
   start_next_kernel();
   wait_for_previous_kernel();
@@ -444,9 +445,9 @@ __global__ void __launch_bounds__(kThreads) fused_tiles(SoftmaxInputs in, float*
 //     distributed shared       the shared memory of all blocks of a cluster: a block can write into
 //     memory                   another one's
 //     cluster_rank()           which block of its cluster this is
-//     Barrier                  counts what has come. Here it expects bytes (mbarrier)
-//     store_push               writes a float into another block, and counts it at that one's
-//                              barrier
+//     Barrier                  counts the bytes that have come (an mbarrier).
+//                              barrier_arrive_expect tells it how many there will be
+//     store_push               writes a float into another block, whose barrier counts its bytes
 //
 // In *fused tiles* few rows are few blocks. Here eight blocks compute the same tile, and each of
 // them adds up an eighth of the D inputs. So each block has a partial sum of every logit, and eight
@@ -474,7 +475,7 @@ __global__ void __launch_bounds__(kThreads) fused_cluster(SoftmaxInputs in, floa
   // cluster_wait() below waits until all threads of the eight blocks have called cluster_arrive().
   // Thread 0 of each block does so after it has initialized its block's barrier. So who has passed
   // cluster_wait() may push into all eight inboxes. (All threads of a warp have to execute
-  // cluster_arrive() as one instruction. So __syncwarp() lets the others of its warp wait for
+  // cluster_arrive() as one instruction. So by __syncwarp() the other threads of warp 0 wait for
   // thread 0.)
   __syncwarp();
   cluster_arrive();
@@ -513,12 +514,12 @@ __global__ void __launch_bounds__(kThreads) fused_cluster(SoftmaxInputs in, floa
 
 // With more than 128 columns a row is spread over the tiles of several blocks, which know nothing
 // of each other. But a block can find the maximum and the sum of its part of a row while it has the
-// logits in its registers. logit_tiles(), above, leaves these two numbers in `parts` (B, tiles of
-// C), if it is not null. The sum is relative to the part's own maximum, so no part has to know
+// logits in its registers. logit_tiles(), above, leaves these two numbers in `parts` (B, tiles), if
+// `parts` is not null. The sum is relative to the part's own maximum, so no part has to know
 // another one's. finish_rows(), above, merges a row's parts, and makes probabilities of its logits.
 //
-// So the logits are still written and read. What is saved is little: a softmax of its own reads a
-// row twice if the row is too long for registers, and finish_rows() reads each logit once.
+// So the logits are still written and read. What is saved is little: after *unfused tiles* a row is
+// read twice if it is too long for registers, and here finish_rows() reads each logit once.
 
 // ---- exchange tiles -----------------------------------------------------------------------------
 
@@ -526,18 +527,18 @@ __global__ void __launch_bounds__(kThreads) fused_cluster(SoftmaxInputs in, floa
 //
 //     resident blocks     those that the GPU has room for at the same time
 //     GridCount           a counter in global memory, for all blocks of the launch
-//     release, acquire    who adds to a counter by a release has made visible what it wrote before;
-//                         who has seen this count by an acquire may read it
+//     release, acquire    A thread writes data, and then adds to a counter by a release. A thread
+//                         that has read this count by an acquire also sees the data
 //     wait_for_count      reads a counter until it is high enough, by an acquire
 //
 // Here a row's blocks wait for each other, so that no logit leaves the registers. Each block posts
-// the maximum and the sum of its part, waits until all blocks of these rows have, and writes
-// probabilities, once. What blocks tell each other is 8 bytes for each row and tile.
+// (writes to global memory) the maximum and the sum of its part, waits until all blocks of these
+// rows have posted theirs, and writes probabilities. What is posted is 8 bytes a row and tile.
 //
-// Who waits for a block that never starts waits for ever. So there are only as many blocks as are
-// resident. Together they compute some strips of 32 rows, with all of their tiles, and then the
-// next strips. For each strip there are two counters: `arrived` counts the blocks that have posted,
-// and `left` those that have read. Both are zero before a launch, and again after it.
+// Who waits for a block that never starts waits for ever. So there are at most as many blocks as
+// can be resident. Together they compute some strips of 32 rows, with all of their tiles, and then
+// the next strips. For each strip there are two counters: `arrived` counts the blocks that have
+// posted, and `left` those that are done. Both are zero before a launch, and again after it.
 // (is_last_block in primitives/row_parts.cuh clears `left`.)
 __global__ void __launch_bounds__(kThreads)
     exchange_tiles(SoftmaxInputs in, float* probs, MaxSum* parts, unsigned* arrived, unsigned* left,
@@ -606,14 +607,14 @@ __global__ void __launch_bounds__(kThreads)
 // So rows of a Sum are columns of W, and columns of a Sum are rows of x: sum.col(i) is a row of x.
 // A warpgroup has 64 columns of W, and a warp has 16.
 //
-// 3xTF32: an fp32 number is nearly the sum of two TF32 numbers: `high` has its first 11 bits, and
-// `low` the next 11. So a product of two numbers has four parts:
+// 3xTF32: an fp32 number is nearly the sum of two TF32 numbers. `high` has the first 11 of its 24
+// bits (with the leading 1), and `low` the next 11, rounded. So a product has four parts:
 //
 //     (x.high + x.low) (w.high + w.low) = high high + high low + low high + low low
 //
-// The last one is too small to matter. The other three are added, the smallest ones first. Tensor
-// cores truncate what they accumulate, and over a long sum these errors add up. So they sum only
-// one step, and the CUDA cores add that to the rest, rounded to nearest.
+// The last part is too small to matter. The other three are added, the smallest ones first. Tensor
+// cores truncate what they accumulate, and over a long sum these errors add up. So tensor cores sum
+// only one step, and the CUDA cores add its result to the sum so far, rounded to nearest.
 constexpr int kStep = kLine<float>;  // the inputs of a step: 32, which are 128 bytes
 
 struct SplitTf32 {
@@ -628,8 +629,8 @@ __device__ inline SplitTf32 split_tf32(float value) {  // an infinity has no `lo
 }
 
 #if HOPPER_CODE
-// Splits `count` elements of x (a multiple of 4), so that high + low is what `high` was. `threads`
-// threads call this; `first` is the caller's number among them.
+// Splits `count` elements of x (a multiple of 4). `high` is x before, and high + low is nearly x
+// after. `threads` threads call this; `first` is the caller's number among them.
 __device__ inline void split_all(float* high, float* low, int count, int first, int threads) {
 #pragma unroll 2
   for (int i = 4 * first; i < count; i += 4 * threads) {
@@ -645,8 +646,8 @@ __device__ inline void split_all(float* high, float* low, int count, int first, 
 
 // Adds the products of one step in 3xTF32. w are fragments of W^T in fp32, which are split here. x
 // has been split into two tiles before. When this returns, the products are done. An infinity of W
-// is not multiplied by x_low: that may be 0, and infinity times 0 is NaN. In `finite` it is 0.
-// (With an infinity of x the whole row is NaN either way.)
+// must not be multiplied by x_low, which may be 0: infinity times 0 is NaN. So `finite` has 0 in
+// its place. (With an infinity of x the whole row is NaN either way.)
 template <int kCount>
 __device__ inline void add_3xtf32(Sum<kCount>& sum, const LeftFragments<float>& w,
                                   const ColumnTile<float, kCount>& x_high,
@@ -683,32 +684,31 @@ __device__ inline void add_3xtf32(Sum<kCount>& sum, const LeftFragments<float>& 
 //     copy engine (TMA)     one thread orders a copy of a whole box, and a barrier counts its bytes
 //     CUtensorMap           tells the copy engine where a matrix lies, and which box is copied
 //     tensor_load           orders such a copy. What lies outside of the matrix becomes zero
-//     barrier_arrive_expect announces how many bytes will come
 //     bulk_push             copies from this block's shared memory into that of another block
-//     shared_fence          before the copy engine or wgmma reads what threads have written
+//     shared_fence          has to come before the copy engine or wgmma reads what threads wrote
 //
-// This is *fused cluster* with another product: at most 128 columns, D shared by the blocks of a
-// cluster, partial sums through distributed shared memory. A block takes a chunk of kInputs inputs
-// at a time. x comes by the copy engine. An element of W is needed by one thread of the block only.
-// So W goes from memory straight to the registers, all of a chunk at once: all loads are under way
-// before the first value is needed. That is what counts here. These layers take 2 to 10
-// microseconds, and one trip to the L2 cache and back takes some 0.35 of them.
+// This is *fused cluster* with another product. The blocks of a cluster share D again, and push
+// partial sums to each other. A block takes a chunk of kInputs inputs at a time. x comes by the
+// copy engine. An element of W is needed by one thread of the block only. So W goes from memory
+// straight to the registers, all of a chunk at once: all loads are under way (started, and not
+// there yet) before the first value is needed. That is what counts here. These layers take 2 to 10
+// microseconds, and one trip to the L2 cache and back takes some 0.35 microseconds.
 //
 // Each of the kSplits blocks finishes its share of the rows, and the others push their partial sums
 // of that share into its inbox. A single copy moves all that goes to one block. Unfused, the same
-// kernel writes the sums as they are. (From here on kSplits, kRows and kStages are those of the
-// kernel, and not the constants above.)
+// kernel writes the sums as they are. (From here on kSplits, kRows, kOwnRows and kStages are those
+// of the kernel, and not the constants above.)
 template <bool k3xTF32, int kSplits, int kRows, int kClasses, int kInputs>
 struct ClusterShared {
   static constexpr int kOwnRows = kRows / kSplits;  // that a block finishes
   static constexpr int kBoxes = kInputs / kStep;
   static_assert(kRows % kSplits == 0 && kInputs % kStep == 0);
-  // How many floats of a row one block sends to another: the row's columns, and some padding, so
-  // that 4 rows start on different banks. It is a multiple of 4, as the copy engine needs it.
+  // How many floats of a row one block sends to another: the columns, and padding, so that the 4
+  // rows of a warp's store start on different banks. The copy engine needs a multiple of 4.
   static __device__ int stride(int C) { return (C + 7) / 8 * 8 + 4; }
   static constexpr int kMostStride = kClasses + 4;
 
-  ColumnTile<float, kRows> x[k3xTF32 ? 2 : 1][kBoxes];  // and, in 3xTF32, what x lacks
+  ColumnTile<float, kRows> x[k3xTF32 ? 2 : 1][kBoxes];  // in 3xTF32 x[0] is `high`, x[1] is `low`
   // What goes to each other block of the cluster, and what comes from each: kOwnRows rows that are
   // stride(C) floats apart. A block's own sums stay in its outbox.
   alignas(16) float outbox[kSplits][kOwnRows * kMostStride];
@@ -721,8 +721,8 @@ struct ClusterShared {
 // Loads a thread's fragments of W^T, for the inputs from d0 on, 32 for each of w[]. wgmma gives a
 // thread two rows of W^T, and any two columns of W may be these, as long as the results are read in
 // the same order. We take `col` and col + 1, so that one load of 8 bytes brings both. Of 8 inputs
-// the thread has d and d + 4. Inputs that do not exist are zeros. Columns that do not exist get
-// another column's values, and nobody looks at what becomes of them.
+// the thread has d and d + 4. With kInside all inputs exist; otherwise those that do not are zeros.
+// Columns that do not exist get another column's values, and their sums are not written to `out`.
 template <bool kInside, int kCount>
 __device__ inline void load_fragments(LeftFragments<float> (&w)[kCount], const float* W, int d0,
                                       int col, int D, int C) {
@@ -810,8 +810,8 @@ __global__ void HOPPER_CLUSTER(kSplits) __launch_bounds__(2 * kClasses, 1)
     if (chunk + 1 < last) fetch(chunk + 1);
   }
 
-  // Into the outbox: for each block of the cluster the partial sums of its rows. Elements e and
-  // e + 2 of a thread are its two columns of one row.
+  // Into the outbox go, for each block of the cluster, the partial sums of that block's rows.
+  // Elements e and e + 2 of a thread are its two columns of one row.
 #pragma unroll
   for (int i = 0; i < sum.size(); i += 4) {
 #pragma unroll
@@ -854,7 +854,7 @@ __global__ void HOPPER_CLUSTER(kSplits) __launch_bounds__(2 * kClasses, 1)
 
 // ---- unfused specialized, online specialized, fused specialized ---------------------------------
 
-// The words of this part (lesson 3 introduces the first four):
+// The words of this part (lesson 3 introduces the first four, without take_ahead):
 //
 //     warp specialization   one thread, the producer, only orders copies; two warpgroups, the
 //                           consumers, only multiply
@@ -868,10 +868,10 @@ __global__ void HOPPER_CLUSTER(kSplits) __launch_bounds__(2 * kClasses, 1)
 //                           thread's elements of W^T from it
 //     named_barrier         a barrier for some of the block's threads, here the 256 that multiply
 //
-// More than 128 columns: a row has several tiles. The product is that of lesson 3's *clusters*, in
-// TF32 and transposed: tiles of kRows rows of x by 128 columns of W, in steps of 32 inputs. A
-// consumer has 64 of the tile's columns. A block stays, and takes one tile after another, which
-// starts with the copies of the next tile while this one is finished.
+// With more than 128 columns a row has several tiles. The product is that of lesson 3's *clusters*,
+// in TF32 and transposed: tiles of kRows rows of x by 128 columns of W, in steps of 32 inputs. A
+// consumer has 64 of the tile's columns. A block stays, and takes one tile after another. The
+// copies of the next tile start while the consumers still finish this one.
 //
 // What happens to the sums in the end tells three kernels apart:
 //
@@ -885,12 +885,12 @@ __global__ void HOPPER_CLUSTER(kSplits) __launch_bounds__(2 * kClasses, 1)
 // the counter, and then the numbers: that is four trips to the L2 cache, one after another. Here
 // maximum and sum are 8 bytes that are written and read as one access:
 //
-//     Posted     31 bits of the sum, the turn, 32 bits of the maximum
+//     Posted     from the highest bit: 31 bits of the sum, 1 bit "turn", 32 bits of the maximum
 //
-// How does a reader know that they are those of this launch? The sum can spare its last bit. There
-// stands the turn, which is 1 for an odd launch and 0 for an even one. Readers look until it is
-// this launch's turn. So no counter is needed, and there are two trips. Nor is a release needed, or
-// an acquire: all that a reader wants is in this one access.
+// How does a reader know that these 8 bytes are of this launch? The sum can spare its last bit.
+// In its place is the turn, which is 1 in the first launch, 0 in the second, and so on. Readers
+// read again until it is this launch's turn. So no counter is needed, and there are two trips. Nor
+// is a release needed, or an acquire: all that a reader wants is in this one access.
 enum class Then { logits, parts, probabilities };
 
 using Posted = unsigned long long;  // a maximum, a sum, and the bit
@@ -907,9 +907,9 @@ struct Specialized {
   int strips = 0, tiles = 0;  // strips of kRows rows; tiles of 128 columns in each
 
   // The tile scheduler: which tile of which strip is place i? Blocks that wait for one another need
-  // all tiles of a strip at the same time: then `together` is 1. Otherwise they go through some
-  // strips together, about 2048 rows, which are a band. So blocks that run at the same time share
-  // what they read of W as well as of x. The kPeers blocks of a cluster have neighbouring tiles.
+  // all tiles of a strip at the same time: then `together` is 1. Otherwise they go through a band,
+  // some strips that are about 2048 rows. So blocks that run at the same time share what they read
+  // of W as well as of x. The kPeers blocks of a cluster have neighbouring tiles.
   // For example, 2 strips together, 4 tiles in each, and clusters of 2:
   //
   //     place i    0  1  2  3  4  5  6  7
@@ -927,7 +927,7 @@ template <bool k3xTF32, int kRows>
 struct SpecializedShared {
   static constexpr int kConsumers = 2, kColumns = 64 * kConsumers;
   struct Stage {
-    ColumnTile<float, kRows> x[k3xTF32 ? 2 : 1];  // and, in 3xTF32, what x lacks
+    ColumnTile<float, kRows> x[k3xTF32 ? 2 : 1];  // in 3xTF32 x[0] is `high`, x[1] is `low`
     TransposedLeftTile<kColumns> W;
     static constexpr int kLoaded = sizeof(ColumnTile<float, kRows>) + sizeof W;
   };
@@ -936,15 +936,15 @@ struct SpecializedShared {
   Barrier split_done[kStages];  // in 3xTF32: a stage's x has been split
   // Of each warp that multiplies: its columns' maximum or sum, for each row.
   alignas(16) float parts[4 * kConsumers][kRows];
-  alignas(16) float rows[kRows];  // what exponentials are relative to; then what is multiplied
+  alignas(16) float rows[kRows];  // what a row's exponentials are relative to; later its factor
 };
 
 #if HOPPER_CODE
-constexpr int kMultiplying = 256, kSplitting = 96;  // threads: of the consumers; that split x
+constexpr int kMultiplying = 256, kSplitting = 96;  // threads that multiply, threads that split x
 
-// The exponential. The hardware's 2^x is off by 2 units in the last place, and the product before
-// it by another one for each unit of |value|. In TF32, whose operands have 10 bits, that is good
-// enough.
+// e^value. In TF32, whose operands have 10 bits, the hardware's 2^x is good enough. It is off by 2
+// units in the last place at most. The product value * log2(e) is rounded, too. That makes the
+// result wrong by another unit or so for each unit of |value|.
 template <bool k3xTF32>
 __device__ float exp_of(float value) {
   return k3xTF32 ? expf(value) : exp2_approximate(value * 1.44269504f);
@@ -960,9 +960,9 @@ __device__ inline MaxSum part_of(Posted posted) {
           __uint_as_float(static_cast<unsigned>(posted >> 32) & ~1u)};
 }
 
-// This block has `own`, the maximum and the sum of its tile's part of a row. It posts them for the
-// others, reads those of all tiles (the first tile's are at `of_tiles`), 16 at a time, and merges
-// them.
+// A thread calls this for a row. It has `own`, the maximum and the sum of its tile's part, and
+// posts them for other blocks. It reads those of all tiles (the first tile's are at `of_tiles`), 16
+// at a time, and merges them. (Spin tells a debug build what a thread waits for.)
 template <bool k3xTF32, int kRows>
 __device__ MaxSum exchange_row(MaxSum own, Posted* of_tiles, int tile, int tiles, unsigned turn) {
   const auto posted_at = [&](int i) {
@@ -1000,8 +1000,8 @@ __device__ MaxSum exchange_row(MaxSum own, Posted* of_tiles, int tile, int tiles
 }
 
 // Where do a thread's sums stand? Element i of its Sum is row col(i) of x, since the product is
-// transposed, and elements i and i + 2 are the thread's two columns of that row. So it has kRows /
-// 4 pairs, one for each of kRows / 4 rows. The 8 lanes with the same lane % 4 have the same rows.
+// transposed, and elements i and i + 2 (i % 4 is 0 or 1) are the thread's two columns of that row.
+// So a thread has a pair in kRows / 4 rows. The 8 lanes with the same lane % 4 have the same rows.
 __device__ constexpr int element_of(int pair) { return pair / 2 * 4 + pair % 2; }
 
 // The 8 lanes with the same lane % 4 have kCount values each. The eight values number i become one:
@@ -1043,8 +1043,8 @@ __device__ inline int first_combined() {
 // threads that multiply, thread `own` < kRows returns the maximum and the sum of row `own`. There
 // are two rounds, one for the maxima and one for the sums. In each the lanes of a warp combine what
 // they have of each row, a warp leaves the results in shared.parts, and thread `own` combines those
-// of the eight warps. From the thread's first column on a row has `left` columns left: an even
-// number, perhaps none.
+// of the eight warps. From the thread's first column on there are `left` columns. It is even: both
+// of the thread's columns exist, or, if it is not positive, neither.
 template <bool k3xTF32, int kRows>
 __device__ MaxSum tile_exponentials(SpecializedShared<k3xTF32, kRows>& shared, Sum<kRows>& sum,
                                     int own, int left) {
@@ -1093,9 +1093,9 @@ __device__ MaxSum tile_exponentials(SpecializedShared<k3xTF32, kRows>& shared, S
   return row;
 }
 
-// Writes the sums, each times factors(row), where `row` is even and a float2 has the factors of
-// this row and the next. `out` is where the tile's first row has the thread's first column. There
-// are `rows` rows.
+// Writes the sums, each times its row's factor: factors(row) returns those of `row`, which is even,
+// and of the next row. `out` is where the tile's first row has the thread's first column. From
+// there on the matrix has `rows` rows.
 template <int kRows, typename Factors>
 __device__ void write_sums(const Sum<kRows>& sum, float* out, int C, int rows, Factors factors) {
   const auto each = [&](auto put) {
@@ -1158,8 +1158,8 @@ __global__ void HOPPER_CLUSTER(kPeers) __launch_bounds__(384, 1)
       }
       if constexpr (kPeers > 1) writer.finish();
     } else if (k3xTF32) {
-      // The producer's other warps split all of a stage's x into two tiles, in whatever order x
-      // lies there. done_with() tells the consumers, who wait for it in wait_for().
+      // Warps 1 to 3 split a stage's x into two tiles, in whatever order x lies there. done_with()
+      // tells the consumers, who wait in wait_for(). (x[k3xTF32] is x[1]: TF32 compiles this, too.)
       Reader reader(shared.pipeline, cluster);
       for (int i = blockIdx.x; i < places; i += gridDim.x) {
         for (int step = 0; step < steps; ++step) {
@@ -1227,7 +1227,7 @@ __global__ void HOPPER_CLUSTER(kPeers) __launch_bounds__(384, 1)
       }
     }
     if constexpr (kThen == Then::probabilities) {
-      named_barrier(1, kMultiplying);  // all know the turn
+      named_barrier(1, kMultiplying);  // all have read the turn
       if (own == 0) of.turns[blockIdx.x] = turn;
     }
   }
@@ -1239,17 +1239,17 @@ __global__ void HOPPER_CLUSTER(kPeers) __launch_bounds__(384, 1)
 // The words of this part:
 //
 //     latency              how long a thread waits for what it has loaded, whatever its size
-//     under way            loaded, and not there yet. Latencies that pass at the same time are one
 //
 // Back to *fused rows*, for at most 16 columns. There 10 columns would occupy 10 of a block's 256
 // threads, each with a long sum of one load after another. Here the threads of a block share D:
-// thread t has column t % 16, and of the inputs every 16th one. It loads 8 of each before it uses
-// the first, so all of the row's loads are under way at once. Lanes with the same column add up
-// their sums by shuffles, and warps add them up through shared memory. After that the first warp
-// has all of the row's logits, one in a lane.
+// thread t has column t % 16, and every 16th input from t / 16 on. It loads 8 inputs of x, and 8
+// elements of W, before it uses the first. So the block's loads for 128 inputs are under way at
+// once, and take one latency together. Lanes with the same column add up their sums by shuffles,
+// and warps add them up through shared memory. After that the first warp has all of the row's
+// logits, one in a lane.
 //
-// W is read once for each row, from the L1 cache, and nothing is reused, and yet this is faster
-// than tensor cores and clusters where all of the layer is a few latencies long.
+// Each block reads all of W, for one row, as in *fused rows*. And yet this is faster than tensor
+// cores and clusters where the whole layer takes only a few latencies.
 constexpr int kFewColumns = 16;
 
 __global__ void __launch_bounds__(kThreads)
@@ -1307,9 +1307,9 @@ inline void library_product(cublasHandle_t blas, const float* x, const float* W,
 // depends on how many columns the logits have, and on whether rows of x and W are whole vectors:
 //
 //     columns      on the CUDA cores               on tensor cores, of whole vectors only
-//     up to 16     and fused split-K
 //     up to 128    unfused tiles, fused tiles,     unfused tensor cores, fused tensor cores
-//                  fused cluster
+//                  fused cluster; up to 16
+//                  columns also fused split-K
 //     more         unfused tiles, online tiles,    unfused, online and fused specialized
 //                  exchange tiles
 struct SoftmaxTable : SoftmaxProblem {
@@ -1323,10 +1323,10 @@ struct SoftmaxTable : SoftmaxProblem {
         logits(problem.output<float>(shape.rows * shape.classes)),
         long_parts(problem.output<MaxSum>(shape.rows * ceil_div(shape.classes, kLongPart))) {}
 
-  // The softmax of (1) and (2). Up to 1024 columns a row is one warp's, up to kLongestInRegisters
-  // it is one block's, and in both cases it stays in registers. A longer row is that of several
-  // blocks, in two kernels. softmax_rows<threads of a row, numbers of a thread, neighbours that it
-  // loads at once>
+  // The softmax of (1) and (2). A warp has a row of up to 1024 columns, and a block has one of up
+  // to kLongestInRegisters. In both cases the row stays in registers. Several blocks share a longer
+  // row, in two kernels. The parameters of softmax_rows are the threads that share a row, how many
+  // numbers a thread has, and how many neighbours it loads at once.
   void softmax_of_logits() const {
     const auto in_registers = [this](auto* kernel, int rows_of_a_block) {
       launch_early(kernel, blocks_for(B, rows_of_a_block), kThreads, 0, logits, probs, B, C);
@@ -1382,8 +1382,8 @@ struct SoftmaxTable : SoftmaxProblem {
                     name + ", " + fused + " (3) against " + unfused + " (2), % times as fast.");
   }
 
-  // On the CUDA cores. Up to 128 columns are one tile: *fused tiles* and *fused cluster*. More
-  // columns are several: *online tiles* and *exchange tiles*.
+  // Adds the kernels on the CUDA cores. Up to 128 columns are one tile: *fused tiles* and *fused
+  // cluster*. More columns are several tiles: *online tiles* and *exchange tiles*.
   void add_on_cuda_cores() const {
     const int strips = ceil_div(B, kRows), tiles = ceil_div(C, kCols);
     const auto in = [=, *this] { return SoftmaxInputs{x, W, B, D, C}; };
@@ -1424,8 +1424,8 @@ struct SoftmaxTable : SoftmaxProblem {
     });
   }
 
-  // Up to 128 columns on tensor cores. In 3xTF32 W takes twice the registers, so fewer inputs are
-  // taken at a time, by more blocks.
+  // Adds the kernels on tensor cores for up to 128 columns. In 3xTF32 W takes twice the registers.
+  // So with more than 64 columns a block takes fewer inputs at a time, and more blocks share D.
   template <bool k3xTF32>
   void add_tensor_cores(const std::string& suffix) const {
     if (C <= 64) {
@@ -1459,9 +1459,9 @@ struct SoftmaxTable : SoftmaxProblem {
     compare_rows(names[1], names[0]);
   }
 
-  // More than 128 columns on tensor cores. Up to 128 rows are one strip. In 3xTF32 a thread has the
-  // sums of a step, too, so there is room for no more than 128 rows. Returns whether all tiles of a
-  // row run at a time, so that there is a row *fused*.
+  // Adds those for more than 128 columns. Up to 128 rows are one strip. In 3xTF32 a thread has the
+  // sums of a step, too, so a strip has no more than 128 rows. Returns whether all tiles of a
+  // row of logits run at a time, so that the table has a row *fused*.
   template <bool k3xTF32>
   bool add_specialized(const std::string& suffix) const {
     if constexpr (k3xTF32) {
@@ -1493,7 +1493,7 @@ struct SoftmaxTable : SoftmaxProblem {
     const auto add_row = [&](const std::string& row, const std::function<void()>& way) {
       add(row + suffix, Role::ours, way).hopper_only().needs_shared(kBytes);
     };
-    // Blocks that do not wait: as many as run at a time, or fewer if these take as many rounds.
+    // Blocks that wait for no others are as many as run at a time, or fewer with as many rounds.
     const int band = 2048 / kRows;
     const int grid = kPeers * persistent(int64_t{strips} * tiles / kPeers, clusters);
     add_row("unfused specialized", [=, *this] {
@@ -1584,7 +1584,7 @@ int main(int argc, char** argv) {
   if (lesson.on_cpu()) shapes = {{8, 1100, 10}, {33, 1100, 50}, {17, 129, 261}, {5, 72, 300}};
   if (lesson.given("N") || lesson.given("--inputs") || lesson.given("--classes")) {
     shapes = {{lesson.n(), lesson.option("--inputs"), lesson.option("--classes")}};
-  } else if (!all) {  // where launches count, a larger one, and on a GPU one with a long product
+  } else if (!all) {  // keeps a small shape, a larger one, and on a GPU one with a long product
     shapes.erase(shapes.begin() + 2), shapes.erase(shapes.begin());
   }
   if (lesson.flag("--hard-rows") && shapes.front().inputs < kSpecialInputs) {
