@@ -8,15 +8,13 @@
 #include <math.h>
 #include <stdlib.h>
 #include <string.h>
+#include <time.h>
 
-#include <algorithm>
 #include <atomic>
-#include <chrono>
 #include <cmath>
 #include <cstddef>
 #include <cstdint>
 #include <limits>
-#include <thread>
 #include <type_traits>
 
 #include "cpu/execution/cuda_cpu.h"
@@ -223,12 +221,12 @@ unsigned __match_any_sync(unsigned mask, T value, cuda_cpu::Site site = cuda_cpu
                                  [](T a, T b) -> T { return EXPRESSION; });             \
   }
 CUDA_CPU_REDUCE(__reduce_add_sync, unsigned, a + b)
-CUDA_CPU_REDUCE(__reduce_min_sync, unsigned, std::min(a, b))
-CUDA_CPU_REDUCE(__reduce_max_sync, unsigned, std::max(a, b))
+CUDA_CPU_REDUCE(__reduce_min_sync, unsigned, a < b ? a : b)
+CUDA_CPU_REDUCE(__reduce_max_sync, unsigned, a > b ? a : b)
 CUDA_CPU_REDUCE(__reduce_add_sync, int,
                 static_cast<int>(static_cast<unsigned>(a) + static_cast<unsigned>(b)))
-CUDA_CPU_REDUCE(__reduce_min_sync, int, std::min(a, b))
-CUDA_CPU_REDUCE(__reduce_max_sync, int, std::max(a, b))
+CUDA_CPU_REDUCE(__reduce_min_sync, int, a < b ? a : b)
+CUDA_CPU_REDUCE(__reduce_max_sync, int, a > b ? a : b)
 CUDA_CPU_REDUCE(__reduce_and_sync, unsigned, a& b)
 CUDA_CPU_REDUCE(__reduce_or_sync, unsigned, a | b)
 CUDA_CPU_REDUCE(__reduce_xor_sync, unsigned, a ^ b)
@@ -345,13 +343,13 @@ cuda_cpu::OneOf<T, int, unsigned, unsigned long long, float> atomicExch(
 template <class T>
 cuda_cpu::OneOf<T, int, unsigned, long long, unsigned long long> atomicMax(
     T* address, cuda_cpu::type_identity_t<T> value) {
-  return cuda_cpu::atomic_update(address, [&](T old) { return std::max(old, value); });
+  return cuda_cpu::atomic_update(address, [&](T old) { return old > value ? old : value; });
 }
 
 template <class T>
 cuda_cpu::OneOf<T, int, unsigned, long long, unsigned long long> atomicMin(
     T* address, cuda_cpu::type_identity_t<T> value) {
-  return cuda_cpu::atomic_update(address, [&](T old) { return std::min(old, value); });
+  return cuda_cpu::atomic_update(address, [&](T old) { return old < value ? old : value; });
 }
 
 template <class T>
@@ -429,7 +427,11 @@ CUDA_CPU_STORE(__stwt)
 #undef CUDA_CPU_STORE
 
 /// Nanoseconds here, not cycles.
-inline long long clock64() { return std::chrono::steady_clock::now().time_since_epoch().count(); }
+inline long long clock64() {
+  timespec now;
+  clock_gettime(CLOCK_MONOTONIC, &now);
+  return now.tv_sec * 1000000000LL + now.tv_nsec;
+}
 
 /// Lets other threads go on.
 inline void __nanosleep(unsigned, cuda_cpu::Site site = cuda_cpu::Site::here()) {
