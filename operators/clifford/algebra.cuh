@@ -1,8 +1,8 @@
 // Geometric algebras, worked out by the compiler from their signature: Cl<3, 0, 0> is all that a
-// user writes. First the algebra itself, tables of signs and grades at compile time; then the
-// weighted geometric product of multivectors in registers and its gradients, which unroll into
-// nothing but multiply-adds. Lesson 10 says what a multivector is, and what one does with it; it
-// has the table of the plane, Cl<2, 0, 0>, which make_tables() below makes for any algebra.
+// user writes. First come the tables of the algebra, made at compile time; then the weighted
+// geometric product of multivectors in registers, and its gradients. When they are unrolled,
+// multiplications and multiply-adds are left. Lesson 10 explains all of this, with the table of
+// Cl<2, 0, 0> (10_clifford_gp.cu).
 #pragma once
 
 #include <cuda_runtime.h>
@@ -24,8 +24,9 @@ template <int p, int q, int r>
 struct Cl {
   static constexpr int kVectors = p + q + r, kBlades = 1 << kVectors, kGrades = kVectors + 1;
 
-  // The product of two sets of vectors has those that are in one of them, a ^ b. Its sign: a swap
-  // for each vector of b that moves past a later one of a; then what is in both meets itself.
+  // The product of two blades has the vectors that are in one of them and not in both: a ^ b. Its
+  // sign: each vector of b moves left to its place, and each swap with a later vector of a changes
+  // the sign. Then a vector that is in both stands beside itself, and its square is a factor.
   static constexpr int sign_of_product(unsigned a, unsigned b) {
     int swaps = 0;
     for (unsigned later = a >> 1; later != 0; later >>= 1) swaps += std::popcount(later & b);
@@ -36,21 +37,21 @@ struct Cl {
     return sign;
   }
 
-  // Blade x times blade y is sign times blade result; grades of x, of the result, of y.
+  // The grades of x, of the result and of y.
   struct Triple {
     int x, result, y;
   };
   struct Tables {
-    unsigned vectors[kBlades] = {};     // of a blade
-    int grade[kBlades] = {};            // of a blade
-    int blade[kBlades] = {};            // with these vectors
-    int first[kGrades + 1] = {};        // blade of a grade; after the last: how many there are
-    int result[kBlades][kBlades] = {};  // of blade x times blade y; for y of x and result, too
-    signed char sign[kBlades][kBlades] = {};          // of blade x times blade y
+    unsigned vectors[kBlades] = {};           // of a blade
+    int grade[kBlades] = {};                  // of a blade
+    int blade[kBlades] = {};                  // the blade that has these vectors
+    int first[kGrades + 1] = {};              // the first blade of a grade; at the end their number
+    int result[kBlades][kBlades] = {};        // which blade two blades make
+    signed char sign[kBlades][kBlades] = {};  // with which sign
     Triple triple[kGrades * kGrades * kGrades] = {};  // by x, then result, then y
     int triples = 0;
-    int terms[kGrades * kGrades * kGrades] = {};  // of a triple: its products that are not 0
-    unsigned with_terms[3][kGrades * kGrades * kGrades] = {};  // which blades of x, result, y
+    int terms[kGrades * kGrades * kGrades] = {};               // of a triple: how many
+    unsigned with_terms[3][kGrades * kGrades * kGrades] = {};  // [Of]: which blades have terms
   };
   static constexpr Tables make_tables() {
     Tables t;
@@ -98,31 +99,33 @@ struct Cl {
   __host__ __device__ static constexpr int first(int grade) { return kTables.first[grade]; }
   __host__ __device__ static constexpr int grade(int blade) { return kTables.grade[blade]; }
   __host__ __device__ static constexpr Triple triple(int t) { return kTables.triple[t]; }
-  // The blade that blade i makes k: e_i e_j = +-e_k. As a ^ b does, it serves any two of the three.
+  // The blade that i and k make, up to a sign. In e_i e_j = +-e_k any two of the three blades make
+  // the third one.
   __host__ __device__ static constexpr int third(int i, int k) { return kTables.result[i][k]; }
-  // 0 unless blade i times blade j is a term of triple t.
+  // The sign of e_i e_j; 0 unless x_i y_j is a term of triple t.
   __host__ __device__ static constexpr int sign(int t, int i, int j) {
     const Triple grades = triple(t);
     return grade(i) == grades.x && grade(j) == grades.y && grade(third(i, j)) == grades.result
                ? kTables.sign[i][j]
                : 0;
   }
-  // The same with one blade fixed, as the sums below need it: a product x_i y_j is part of z_k,
-  // dx_i and dy_j. For z_k the other two are (i, j), for dx_i they are (k, j), for dy_j (k, i).
+  // The same by two blades of a term, as the sums below need it. `fixed` is the blade of z, dx or
+  // dy that is computed. `other` is a blade of the first factor: i for z_k, and k for dx_i and
+  // dy_j.
   __host__ __device__ static constexpr int sign(Of of, int t, int fixed, int other) {
     return of == Of::result ? sign(t, other, third(fixed, other))
            : of == Of::x    ? sign(t, fixed, third(fixed, other))
                             : sign(t, third(fixed, other), fixed);
   }
-  // The blades of z, dx or dy that have terms of triple t, as a set; with vectors that square to 0
-  // some have none.
+  // Which blades of z, dx or dy have terms of triple t: bit i for blade i. (With vectors that
+  // square to 0 some blades of the grade have none.)
   __host__ __device__ static constexpr unsigned with_terms(Of of, int t) {
     return kTables.with_terms[static_cast<int>(of)][t];
   }
   __host__ __device__ static constexpr bool has_terms(Of of, int t, int blade) {
     return (with_terms(of, t) >> blade & 1) != 0;
   }
-  // What the terms of z, dx and dy are products of, in the order of the sums below.
+  // The two factors of the terms: x and y for z, dz and y for dx, dz and x for dy.
   __host__ __device__ static constexpr Of first_factor(Of of) {
     return of == Of::result ? Of::x : Of::result;
   }
@@ -135,21 +138,22 @@ struct Cl {
   __host__ __device__ static constexpr int blades_of(int grade) {
     return first(grade + 1) - first(grade);
   }
-  // Whether there are several and they have one term each, all with the same blade of one factor,
-  // of a grade that has no other (as scalars have): the weight then multiplies this blade, instead
-  // of every term.
+  // Whether several blades of z, dx or dy have terms of triple t, and all of these terms share a
+  // blade, as one factor has only one blade of its grade. Then the weight multiplies this blade
+  // once, and not each sum of terms.
   __host__ __device__ static constexpr bool has_common_factor(Of of, int t) {
     const bool several = (with_terms(of, t) & (with_terms(of, t) - 1)) != 0;
     return several && (blades_of(grade(first_factor(of), t)) == 1 ||
                        blades_of(grade(second_factor(of), t)) == 1);
   }
   // dw of triple t is x times the sums of its terms in dx, or y times those in dy, or dz times
-  // those in z: which of these sums are there anyway, without the weight?
+  // those in z. Sums of dx or dy are taken if they are computed without the weight anyway. If not,
+  // those of z are computed for dw.
   __host__ __device__ static constexpr Of weight_gradient_from(int t) {
     return !has_common_factor(Of::x, t) ? Of::x : !has_common_factor(Of::y, t) ? Of::y : Of::result;
   }
 
-  // (e_i e_j) e_k = e_i (e_j e_k) for all j and k?
+  // Whether (e_i e_j) e_k = e_i (e_j e_k) for all j and k.
   static constexpr bool associates(int i) {
     for (int j = 0; j < kBlades; ++j) {
       for (int k = 0; k < kBlades; ++k) {
@@ -168,8 +172,8 @@ struct Cl {
     return all_associate(std::make_integer_sequence<int, kBlades>());
   }
 
-  // Multiply-adds as the functions below do them: one for each product of blades that is not 0, and
-  // one for each blade that a weight multiplies.
+  // How many multiply-adds the functions below do: one for each term, and one for each blade or sum
+  // that a weight multiplies.
   static constexpr int multiply_adds(Of of, int t) {
     return kTables.terms[t] + (has_common_factor(of, t) ? 1 : std::popcount(with_terms(of, t)));
   }
@@ -210,14 +214,15 @@ static_assert(Cl<4, 1, 0>::is_associative());
 
 // ---- Multivectors in registers ------------------------------------------------------------------
 
-// The same coefficient of W neighbouring features, moved as one access of up to 16 bytes.
+// The same blade of W features. Where these are neighbours, a thread moves them by one access of up
+// to 16 bytes.
 template <int W>
 struct alignas(W * sizeof(float)) Pack {
   float v[W];
 };
 
-// -0 is the neutral element of addition in floating-point (+0 is not: -0 + 0 = 0). The compiler
-// knows, and drops it: a sum that starts here starts with its first term.
+// What a sum starts with. In floating point the neutral element of addition is -0, and not +0,
+// since -0 + 0 is +0. So the compiler drops it, and the sum starts with its first term.
 template <int W>
 __device__ __forceinline__ Pack<W> empty_sum() {
   Pack<W> result;
@@ -226,20 +231,20 @@ __device__ __forceinline__ Pack<W> empty_sum() {
   return result;
 }
 
-// A thread's W multivectors. Every index into it is a compile-time constant: it is registers.
+// A thread's W multivectors, in registers: every index is a constant for the compiler.
 template <typename A, int W>
 struct Multivectors {
   Pack<W> blade[A::kBlades];
 };
 
-// A number as a type: where it is passed, it is still a constant.
+// The number n as a type. So a function that gets it may use it where C++ wants a constant.
 template <int n>
 struct Constant {
   static constexpr int value = n;
   __device__ constexpr operator int() const { return n; }
 };
 
-// body(first), ..., body(end - 1), each with a constant.
+// Calls body(first), ..., body(end - 1), each with a Constant.
 template <int first, typename Body, int... i>
 __device__ __forceinline__ void unroll_sequence(Body& body, std::integer_sequence<int, i...>) {
   (body(Constant<first + i>()), ...);
@@ -262,16 +267,17 @@ __device__ __forceinline__ void add(Pack<W>& sum, const Pack<W>& a) {
   for (int e = 0; e < W; ++e) sum.v[e] += a.v[e];
 }
 
-// sign a b; nothing, for a sign of 0.
+// sign a b; for a sign of 0 the neutral element, which the compiler drops.
 template <int sign>
 __device__ __forceinline__ float signed_product(const float& a, const float& b) {
   return sign > 0 ? a * b : sign < 0 ? -(a * b) : -0.0f;
 }
 
-// What triple t adds to blade `fixed` of z, dx or dy, before its weight: the sum of all terms
-// sign a b with a in `first`, b in `second`, where x, y and dz are
-//     for z_k: x_i and y_j        for dx_i: dz_k and y_j        for dy_j: dz_k and x_i
-// This is where the product is written out: a term for each blade of `first` with the right grade.
+// The terms of triple t in blade `fixed` of z, dx or dy, without the weight. Each blade of the
+// first factor has one term at most, with the blade of the second factor that makes `fixed` with
+// it:
+//
+//     z_k: sign x_i y_j        dx_i: sign dz_k y_j        dy_j: sign dz_k x_i
 template <typename A, Of of, int t, int fixed, int W, int... n>
 __device__ __forceinline__ Pack<W> sum_terms(const Multivectors<A, W>& first,
                                              const Multivectors<A, W>& second,
@@ -293,9 +299,9 @@ __device__ __forceinline__ Pack<W> sum_terms(const Multivectors<A, W>& first,
   return sum_terms<A, of, t, fixed>(first, second, std::make_integer_sequence<int, blades>());
 }
 
-// sums += triple t's weight w times these terms, for the blades of its grade of z, dx or dy.
-// use_terms(blade, Pack) gets the terms of each without their weight, unless w goes into a common
-// factor.
+// Adds these terms times the weight w to `sums`, those of the blades of triple t's grade of z, dx
+// or dy. If w does not multiply a common factor, use_terms(blade, Pack) gets the terms of each
+// blade without the weight.
 template <typename A, Of of, int t, int W, typename UseTerms>
 __device__ __forceinline__ void add_triple(Pack<W>* sums, const Pack<W>& w,
                                            const Multivectors<A, W>& first,
@@ -328,8 +334,7 @@ __device__ __forceinline__ void add_triple(Pack<W>* sums, const Pack<W>& w,
   }
 }
 
-// The geometric product z of x and y; weight(t) is the Pack of the triple t's weights. Once this is
-// unrolled nothing is left but multiply-adds.
+// The weighted geometric product z of x and y. weight(t) is the Pack of triple t's weights.
 template <typename A, int W, typename Weight>
 __device__ __forceinline__ Multivectors<A, W> weighted_product(const Multivectors<A, W>& x,
                                                                const Multivectors<A, W>& y,
@@ -343,12 +348,14 @@ __device__ __forceinline__ Multivectors<A, W> weighted_product(const Multivector
   return z;
 }
 
-// Its gradients, from dz: with z_k = sum of w sign x_i y_j,
-//     dx_i = sum of w sign y_j dz_k, dy_j = sum of w sign x_i dz_k, dw = sum of sign x_i y_j dz_k
-// This is dx (`of` is Of::x) or dy (Of::y), with each dw for which it makes the sums; the calls for
-// both make them all. Grade by grade, so that few results are in registers at a time:
-// give(blade, Pack) takes a finished dx_i or dy_j; the sum for triple t starts at take_w(t) and
-// goes to give_w(t, Pack).
+// The gradients of z_k = sum of w sign x_i y_j, from dz:
+//
+//     dx_i = sum of w sign y_j dz_k,  dy_j = sum of w sign x_i dz_k,  dw = sum of sign x_i y_j dz_k
+//
+// A call computes dx (`of` is Of::x) or dy (Of::y), and adds to those dw for which it has the sums
+// of terms: the calls for dx and dy together add to all. They go grade by grade, so that few
+// results are in registers at a time. give(blade, Pack) takes a finished dx_i or dy_j. take_w(t)
+// returns what dw of triple t is so far, and give_w(t, Pack) takes the new sum.
 template <Of of, typename A, int W, typename Weight, typename Give, typename TakeW, typename GiveW>
 __device__ __forceinline__ void gradients(const Multivectors<A, W>& x, const Multivectors<A, W>& y,
                                           const Multivectors<A, W>& dz, const Weight& weight,

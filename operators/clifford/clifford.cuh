@@ -1,6 +1,7 @@
-// What lesson 10's kernels compute on registers beside the product
-// (operators/clifford/algebra.cuh): gates, the sums of the norm and how a row adds them up, and the
-// gradients of both. W is how many multivectors a thread works on at a time.
+// What the kernels of lesson 10's layer compute in registers beside the product (algebra.cuh): the
+// gates, the sums of the norm and how a row's threads add them up, and the gradients of both. W is
+// how many features of a row a thread works on at a time. x_0 is the coefficient of blade 0, the
+// scalar, which the lesson calls x_1.
 #pragma once
 
 #include <cuda_runtime.h>
@@ -17,11 +18,12 @@ namespace operators::clifford {
 constexpr float kEpsilon = 1e-6f;
 
 __device__ inline float gate(float s) { return 0.5f + 0.5f * erff(s * 0.70710678f); }
-// Its derivative, the normal density. The approximate exponential: two units in the last place
-// where the density matters, more only far out where it is almost 0.
+// The derivative of the gate is the density of the normal distribution. The error of __expf(x) is
+// at most 2 + 1.2 |x| units in the last place (CUDA Programming Guide, "Intrinsic Functions"),
+// which is little where the density is not almost 0.
 __device__ inline float gate_slope(float s) { return 0.39894228f * __expf(-0.5f * s * s); }
 
-// Both gates scale the whole product: z = gate(x_0) gate(y_0) (x y).
+// Both gates are factors of the whole product: z = gate(x_0) gate(y_0) (x y).
 template <int W>
 struct Gates {
   Pack<W> x, y;
@@ -41,12 +43,14 @@ struct Gates {
   }
 };
 
-// rsqrtf is within two units in the last place.
+// 1 / rms, from a sum of squares. The rms is the root of the mean square, to which kEpsilon is
+// added. rsqrtf is within two units in the last place (CUDA Programming Guide, "Standard
+// Functions").
 __device__ inline float inverse_rms(float squares, const Layer& layer) {
   return rsqrtf(squares * layer.inverse_features + kEpsilon);
 }
 
-// kCount numbers that a row adds up over its features; in memory a multiple of 16 bytes.
+// kCount sums over a row's features, filled up to whole vectors of 16 bytes.
 template <int kCount>
 struct alignas(16) FeatureSums {
   float value[(kCount + 3) / 4 * 4];
@@ -64,10 +68,13 @@ __device__ __forceinline__ void add_up_lanes(FeatureSums<kCount>& sums, int lane
 
 constexpr int kMaxWarps = 16;  // of a block
 
-// Adds up a row's sums, the same in all of its threads: over the lanes of each warp, then over the
-// row's `warps`: a power of two, or with kAnyNumber any; a block has one row or several. Always in
-// the same order. One barrier is enough if calls take turns with two `partials`: who writes one has
-// passed the barrier of the other, and so has everybody who read it.
+// Adds up the sums of a row, always in the same order. All threads of the row get the result. A
+// block has one row, or several of `warps` warps each: a power of two, or with kAnyNumber any
+// number. The lanes of a warp add up by shuffles (a butterfly), and then the lanes add up what the
+// row's warps have left in `partials`. A kernel that calls this more than once has two arrays of
+// partial sums, and its calls take turns with them. So one barrier in a call is enough: a thread
+// that writes the first array again has passed the barrier of the call with the second one, where
+// all arrived after they had read the first.
 template <bool kAnyNumber = false, int kCount>
 __device__ __forceinline__ void add_up_row(FeatureSums<kCount>& sums, FeatureSums<kCount>* partials,
                                            int warps) {
@@ -81,9 +88,10 @@ __device__ __forceinline__ void add_up_row(FeatureSums<kCount>& sums, FeatureSum
   add_up_lanes(sums, lanes);
 }
 
-// Fewer shuffles, for kernels whose warps have nothing else to do: lanes give each other half of
-// what they hold, so that each adds up fewer of the sums, of more lanes. In the end lane i has sum
-// i of its warp, and so have lanes i + kPlaces... For 8 sums: 9 shuffles, instead of 40.
+// The same with fewer shuffles: lesson 10's RowReduction, which shows what each lane holds. In each
+// step of of_warp() two lanes share the work: each gives the other one half of its sums, and goes
+// on with the other half, to which it adds what it is given (a reduce-scatter). At the end lane l
+// has sum l % kPlaces of its warp. With 8 sums these are 9 shuffles, where butterflies take 40.
 template <int kCount>
 struct Halves {
   static constexpr int kSteps = std::bit_width(kCount - 1u), kPlaces = 1 << kSteps;
@@ -109,7 +117,8 @@ struct Halves {
     });
     return add_up_places(held[0]);
   }
-  // What a lane adds up of its place's sums of these warps, kMost at most.
+  // Adds up sum number lane % kPlaces over every (32 / kPlaces)-th of the row's warps, of which
+  // there are kMost at most. The first of these warps is number lane / kPlaces.
   template <int kMost>
   __device__ __forceinline__ static float of_lane(const FeatureSums<kCount>* partials, int warps) {
     const int place = threadIdx.x % kPlaces, first = threadIdx.x % 32 / kPlaces;
@@ -120,7 +129,7 @@ struct Halves {
     }
     return sum;
   }
-  // All sums, in all lanes, from what each lane has added up.
+  // Adds up what the lanes return from of_lane(). All lanes get all sums (an all-gather).
   __device__ __forceinline__ static FeatureSums<kCount> from_lanes(float own) {
     const float sum = add_up_places(own);
     FeatureSums<kCount> sums = {};
@@ -154,7 +163,8 @@ __device__ __forceinline__ void load_grade(Multivectors<A, 1>& to, const float* 
   unroll<A::first(grade), A::first(grade + 1)>([&](auto k) { to.blade[k].v[0] = from[k * plane]; });
 }
 
-// A feature's weights, consecutive in memory: up to 16 bytes at a time.
+// The weights of a feature, in registers. They are consecutive in memory, and come up to 16 bytes
+// at a time.
 template <typename A>
 struct Weights {
   static constexpr int kWidth = A::kTriples % 4 == 0 ? 4 : A::kTriples % 2 == 0 ? 2 : 1;
@@ -172,7 +182,7 @@ struct Weights {
   }
 };
 
-// z of x and y before the norm.
+// z before the norm.
 template <typename A, int W, typename Weight>
 __device__ __forceinline__ Multivectors<A, W> gated_product(const Multivectors<A, W>& x,
                                                             const Multivectors<A, W>& y,
@@ -186,11 +196,12 @@ __device__ __forceinline__ Multivectors<A, W> gated_product(const Multivectors<A
   return z;
 }
 
-// The sums that dz needs, of a row: per grade of z^2, and of d_out z.
+// The sums of a row that dz needs, two for each grade: that of z^2, as forward, and that of d_out
+// z.
 template <typename A>
 using GradientSums = FeatureSums<2 * A::kGrades>;
 
-// With P the product before its gates, z = g P: adds to the sums.
+// P is the product before the gates multiply it: z = g P, where g is gate(x_0) gate(y_0).
 template <typename A, int W>
 __device__ __forceinline__ void add_gradient_sums(const Multivectors<A, W>& P, const Pack<W>& g,
                                                   const Multivectors<A, W>& d_out,
@@ -206,8 +217,10 @@ __device__ __forceinline__ void add_gradient_sums(const Multivectors<A, W>& P, c
   });
 }
 
-// From d_out, the gradients of P (returned) and of g: dz = r d_out - r^3 z sum(d_out z) / features
-// as in normalize_grade_gradient, dP = g dz, dg = sum of P dz.
+// Computes from d_out the gradients of P, which it returns, and of g. As in
+// normalize_grade_gradient (unfused.cuh) dz = r d_out - r^3 z (sum over the row of d_out z) /
+// features. Since z_k = g P_k for each blade k, dP_k = g dz_k, and dg is the sum over all blades of
+// P_k dz_k.
 template <typename A, int W>
 __device__ __forceinline__ Multivectors<A, W> gradient_of_product(const Multivectors<A, W>& P,
                                                                   const Pack<W>& g,
@@ -234,7 +247,8 @@ __device__ __forceinline__ Multivectors<A, W> gradient_of_product(const Multivec
   return dP;
 }
 
-// What dg adds to the scalar part of dx, as g = gate(x_0) gate(y_0); swapped, of dy.
+// The second part of dx_0, which comes through g. By the chain rule it is dg gate'(x_0) gate(y_0).
+// That of dy_0 comes from y_0 and gate(x_0).
 template <int W>
 __device__ __forceinline__ Pack<W> through_gate(const Pack<W>& dg, const Pack<W>& x_0,
                                                 const Pack<W>& other_gate) {
@@ -246,13 +260,14 @@ __device__ __forceinline__ Pack<W> through_gate(const Pack<W>& dg, const Pack<W>
 
 // ---- Floating-point operations ------------------------------------------------------------------
 
-// Per multivector: the product; scale, erf, add and halve for each gate, and their product; scaling
-// by it, square and add, and scaling by 1 / rms.
+// Operations for a multivector: those of the product; 4 for each gate, and 1 for g, which make 9; 4
+// for each blade of z: the factor g, the square, the sum of squares and the factor 1 / rms.
 template <typename A>
 double forward_flops() {
   return 2 * A::product_multiply_adds() + 9 + 4 * A::kBlades;
 }
-// The product and its gates again, both sums of the norm, dz, dg and dP, the gradients, two slopes.
+// The product and its gates again; for each blade 1 for z, 4 for both sums of the norm, 3 for dz, 2
+// for dg and 1 for dP; the gradients of the product; and 7 for each scalar's part through its gate.
 template <typename A>
 double backward_flops() {
   return 2 * A::product_multiply_adds() + 9 + 11 * A::kBlades + 2 * A::gradient_multiply_adds() +

@@ -1,5 +1,5 @@
-// The layer of lesson 10 by its kernels for Hopper, which stream rows: how they are launched. For
-// rows of up to 8192 features of 4 or 8 blades, 4096 of 16, 2048 of 32.
+// How lesson 10's layer is launched on Hopper, by the kernels of streamed.cuh. Rows may have up to
+// 8192 features with 4 or 8 blades, 4096 with 16, and 2048 with 32.
 #pragma once
 
 #include <algorithm>
@@ -12,13 +12,16 @@
 
 namespace operators::clifford {
 
-/// A pass of the layer in one way; or in none, where a row is too long or no cluster fits.
+/// The one way to compute a pass, and the bytes that it needs beside inputs and outputs. There is
+/// none where a row is too long, or the device has no room for a cluster.
 struct Streamed {
   std::vector<Way> ways;
   double workspace_bytes = 0;
 };
 
-// Of these, no more rows at a time than are needed to be done in as many rounds.
+// How rows are divided: a block has no more rows at a time than the same number of rounds needs.
+// For example, with up to 16 rows in a block 132 multiprocessors take 1000 rows in one round, and 8
+// rows in each block are enough.
 template <typename A, int W>
 RowsOnChip streamed_rows(const Layer& layer) {
   RowsOnChip shape = rows_on_chip<A, W>(layer);
@@ -27,10 +30,10 @@ RowsOnChip streamed_rows(const Layer& layer) {
   return shape;
 }
 
-/// The grid of a kernel whose blocks stay; 0: the device has no room for a cluster.
+/// How many blocks stay on the device, and take row after row. 0: it has no room for a cluster.
 inline int streamed_grid(AnyKernel kernel, const RowsOnChip& shape, int bytes, const Layer& layer) {
   allow_shared_bytes(kernel, bytes);
-  const int resident = bytes > most_shared_bytes() ? multiprocessors()  // does not run
+  const int resident = bytes > most_shared_bytes() ? multiprocessors()  // it is not launched
                        : shape.blocks == 1
                            ? resident_blocks(kernel, shape.threads, bytes)
                            : clusters_that_fit(kernel, shape.blocks, shape.threads, bytes);
@@ -47,7 +50,7 @@ Way streamed_way(const RowsOnChip& shape, int blocks, const Layer& layer, int te
           kFirstLaunch + moved / memory_rate(), std::move(launch), bytes};
 }
 
-// Whole packs only where every row starts at a multiple of 16 bytes, as the copy engine wants it.
+// kVector only where every row starts at a multiple of 16 bytes, which the copy engine needs.
 template <typename A, int W = kStreamedWidth<A>, bool kVector = (W > 1)>
 Streamed streamed_forward(const CliffordTensors& of) {
   if constexpr (kVector) {

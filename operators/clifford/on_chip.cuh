@@ -1,25 +1,26 @@
-// Lesson 10's *row on chip*, for any GPU: the same as rows streamed
-// (operators/clifford/streamed.cuh), by what devices from compute capability 7.5 on have.
+// Lesson 10's *row on chip*, for any GPU from compute capability 7.5 on, and for rows that start
+// anywhere. Blocks are persistent: each takes one group of rows after the other. A row stays in
+// registers while its sums are added up.
 //
-// A block stays, and takes one group of rows after the other. A thread orders its own part of a
-// later row by cp.async, and works on this one meanwhile; no other thread reads it. The sums of a
-// row meet at a barrier of the block.
+// A thread prefetches its own part of a later row by cp.async while it works on this one. No other
+// thread reads that part, so the block meets at a barrier only for a row's sums.
 //
-// Forward, the weights are in registers. So shared memory is left for the rows: for one stage on
-// GPUs of 99 KB a block, for two where there is more.
+// Forward, the weights are in registers. So shared memory is left for stages: two of them, or one
+// where a block may have less. 1024 features of 8 blades take 68 KB a stage.
 //
-// Backward, the weights are in shared memory, and the sums for dw in registers. There the room for
-// rows differs: 1024 features of 8 blades leave 13 KB of 99 KB, 77 KB of 163 KB. So x and y are
-// staged where there is room. d_out, or all three, are loaded when the row comes, from the L2
-// cache: an instruction before has asked it to fetch them.
+// Backward, the sums for dw are in registers, and the weights in shared memory, 84 KB for 1024
+// features of 8 blades. Beside them a block that may have 163 KB has room for two tensors of its
+// rows, and one that may have 99 KB has none. So x and y are staged where there is room. d_out, or
+// all three, are loaded from the L2 cache when the row is needed, since the cache was asked to
+// fetch them before.
 #pragma once
 
 #include "operators/clifford/rows.cuh"
 
 namespace operators::clifford {
 
-// Adds up the sums of each row of a block, the same in all of the row's threads. Calls take turns
-// with two `partials`, as in add_up_row(); the warps have less to shuffle.
+// add_up_row() with the fewer shuffles of Halves. Calls take turns with two arrays of partial sums,
+// too.
 template <int kCount>
 __device__ __forceinline__ void add_up_row_of_block(FeatureSums<kCount>& sums,
                                                     FeatureSums<kCount>* partials, int warps) {
@@ -32,7 +33,7 @@ __device__ __forceinline__ void add_up_row_of_block(FeatureSums<kCount>& sums,
   sums = Halves<kCount>::from_lanes(own);
 }
 
-// The weights of a thread's features; zeros where it has fewer than W.
+// The weights of a thread's features, in registers; zeros where it has fewer than W features.
 template <typename A, int W>
 struct OwnWeights {
   Pack<W> packs[A::kTriples];
@@ -53,7 +54,8 @@ struct OwnWeights {
   }
 };
 
-// A block's work: which rows it has, and where a thread's part of them begins.
+// Which rows a block has, and where a thread's part of them is: at() says where its first feature
+// of a group is in a plane, and inside() how many of its features exist.
 template <int W, bool kVector>
 struct RowsOfBlock {
   Layer layer;
@@ -76,7 +78,8 @@ struct RowsOfBlock {
 
 inline constexpr int kMostStages = 2;
 
-// Forward's stages, and nothing else, in shared memory.
+// The shared memory of forward: stages. A thread has its own part of each, x and y of its features,
+// an odd number of packs.
 template <typename A, int W, bool kVector>
 struct ForwardStages {
   static constexpr int kStride = W * (2 * A::kBlades | 1);
@@ -88,8 +91,8 @@ struct ForwardStages {
   __device__ explicit ForwardStages(float* shared) : inputs(shared + threadIdx.x * kStride) {}
 
   __device__ float* of(int stage) const { return inputs + stage * blockDim.x * kStride; }
-  // What was there has been read: __syncwarp() keeps the compiler from moving these reads behind
-  // the copies.
+  // Starts the copies of a thread's part of a tensor. What was in this place has been read:
+  // __syncwarp() keeps the compiler from moving these reads behind the copies.
   template <int tensor>
   __device__ __forceinline__ void fetch(int stage, const float* from, size_t plane,
                                         const Place<W, kVector>& place, int inside) const {
@@ -108,9 +111,10 @@ struct ForwardStages {
   }
 };
 
-// A thread owns W features of one of the block's rows. Its part of a stage is free when it has
-// taken it to registers: it orders the row that comes `count` stages later there at once, before it
-// multiplies.
+// A thread owns W features of one of the block's rows. As soon as it has taken its part of a stage
+// into registers it starts the copies of a later row's part into the same place, and multiplies
+// then. z stays in registers while its row's squares are added up, so nothing is read or computed
+// twice. There are `count` stages, 1 or 2.
 template <typename A, int W, bool kVector>
 __global__ void __launch_bounds__(kThreads<A>, 1)
     forward_on_chip(const float* x, const float* y, const float* w, float* out, Layer layer,
@@ -152,11 +156,12 @@ __global__ void __launch_bounds__(kThreads<A>, 1)
   }
 }
 
-// A thread owns W features, as forward. It takes x and d_out once, and keeps them in registers
-// until its row is finished. y has no registers to stay in: it is taken once for the sums and once
-// more for the gradients. So the next row's x and d_out are ordered early, and its y last. Tensors
-// from number kStaged on, of x, y and d_out, are not staged; kStaged is 0 or 2. Each row of a block
-// has its own partial sums of dw, which stay in registers until the end.
+// A thread owns W features, as forward. x and d_out of a row are taken once, and stay in registers
+// until the row is finished. So the next row's x and d_out are ordered early. y has no registers to
+// stay in: it is taken once for the sums and once more for the gradients, and then the next row's y
+// is ordered. kStaged, 0 or 2, says how many of x, y and d_out have a place in shared memory; of
+// the others a prefetch to the L2 cache is ordered. Each row of a block has its own partial sums of
+// dw, which stay in registers until the end.
 template <typename A, int W, bool kVector, int kStaged>
 __global__ void __launch_bounds__(kThreads<A>, 1)
     backward_on_chip(const float* x, const float* y, const float* w, const float* d_out, float* dx,

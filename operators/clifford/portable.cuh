@@ -1,5 +1,5 @@
-// The layer of lesson 10 on any GPU: how its portable kernels are launched. For the same rows as
-// Hopper's way takes (operators/clifford/layer.cuh), and longer ones.
+// How lesson 10's layer is launched on any GPU, for rows of any length: by the kernels of
+// on_chip.cuh, or by those of rows_twice.cuh where a block has no room for a row.
 #pragma once
 
 #include <algorithm>
@@ -16,8 +16,9 @@ namespace operators::clifford {
 template <typename A>
 constexpr int kOnChipWidth = A::kBlades <= 8 ? 2 : 1;
 
-/// As many rows at a time as a block has threads and shared memory for; but no more than are needed
-/// to be done in as many rounds. No threads: a block has no room for a row.
+/// How rows are divided: a block has as many rows at a time as its threads and its shared memory
+/// allow, but no more than the same number of rounds needs. No threads: it has no room for one.
+/// bytes_of(shape) is the shared memory that a shape needs.
 template <typename A, int W, typename BytesOf>
 RowsOnChip rows_in(int shared_bytes, const Layer& layer, BytesOf bytes_of) {
   RowsOnChip shape = rows_on_chip<A, W>(layer);
@@ -30,13 +31,15 @@ RowsOnChip rows_in(int shared_bytes, const Layer& layer, BytesOf bytes_of) {
   return shape;
 }
 
-/// What a block may ask for beside the sums of rows, which its kernel declares itself.
+/// The most shared memory that a launch may ask for. The kernel itself declares that of the rows'
+/// sums.
 template <typename Sums>
 int shared_bytes_beside() {
   return most_shared_bytes() - static_cast<int>(2 * kMaxWarps * sizeof(Sums));
 }
 
-/// `passes`: how often the tensors go from or to memory, each 4 A::kBlades plane() bytes.
+/// An estimate: how long a pass takes. `passes` tensors of 4 A::kBlades plane() bytes each go from
+/// or to memory.
 template <typename A>
 double portable_microseconds(const Layer& layer, double passes) {
   return kFirstLaunch +
@@ -69,8 +72,8 @@ std::vector<Way> forward_way_on_chip(const CliffordTensors& of, int stages) {
            portable_microseconds<A>(of.layer, 3), launch, bytes}};
 }
 
-/// One way: the row on chip, or, where a block has no room for it, read twice. Whole packs only
-/// where every row starts at a multiple of their size.
+/// The one way: the row on chip with two stages, or with one, or the row read twice where a block
+/// has no room for it. kVector only where every row starts at a multiple of a pack's size.
 template <typename A, int W = kOnChipWidth<A>, bool kVector = (W > 1)>
 std::vector<Way> portable_forward(const CliffordTensors& of) {
   if constexpr (kVector) {

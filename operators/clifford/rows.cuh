@@ -1,5 +1,5 @@
-// What lesson 10's kernels with a row on chip share, *row on chip* and *rows streamed*: which
-// thread has which features of which row, weights in shared memory, and how results leave.
+// What *row on chip* and *rows streamed* share: which thread has which features of which row, the
+// weights in shared memory, and how results are stored.
 #pragma once
 
 #include "operators/clifford/clifford.cuh"
@@ -10,8 +10,9 @@ namespace operators::clifford {
 
 using namespace primitives;
 
-// How a block works in the kernels below: `threads`, `per_row` (whole warps) for each row that it
-// has at a time. A row that is too long for one has several `blocks`, with `share` features each.
+// A block has `threads` threads, of which each row that it has at a time takes `per_row`: whole
+// warps. A row that is too long for one block is shared by the `blocks` blocks of a cluster, with
+// `share` features each.
 struct RowsOnChip {
   int threads, per_row, blocks, share;
   __host__ __device__ int rows() const { return threads / per_row; }
@@ -20,22 +21,20 @@ struct RowsOnChip {
   }
 };
 
-// A block stays, and takes one group of rows after the other. Sized for an H200, which brings each
-// multiprocessor 33 bytes per nanosecond, more than a microsecond after they were asked for: about
-// 40 KB have to be on the way. A thread of 512 has 128 registers; with 32 blades, of 256, 255.
+// Threads of a block. Each can have 128 registers if there are 512, and 255 if there are 256.
 template <typename A>
 inline constexpr int kThreads = A::kBlades <= 16 ? 512 : 256;
 
-// A thread's place: its row, of those that its block has at a time, and its W features. With
-// kVector these are neighbours, moved as one access, for rows that all start at a multiple of its
-// size. In other rows they are 32 apart: neighbouring threads have neighbouring features, and a
-// warp moves 128 bytes in a row, wherever the row starts.
+// Which row of its block a thread has, and which W features. With kVector these are neighbours,
+// moved as one vector, and all rows start at a multiple of its size. Otherwise they are 32 apart:
+// neighbouring threads have neighbouring features, and a warp moves 128 bytes that lie side by
+// side, wherever the row starts.
 template <int W, bool kVector>
 struct Place {
   static constexpr int kStep = kVector ? 1 : 32;
-  int row, blocks;      // which of its block's rows; how many blocks share a row
+  int row, blocks;      // the thread's row in its block; how many blocks share a row
   int start, features;  // the block has `features` of the row's features, from `start` on
-  int first, count;     // of the thread's own: its first of these, and how many are there
+  int first, count;     // the thread's first feature, from `start` on; how many it has
 
   __device__ Place(const RowsOnChip& shape, const Layer& layer)
       : row(threadIdx.x / shape.per_row),
@@ -47,15 +46,17 @@ struct Place {
               : kVector         ? W
                                 : min(W, (features - first - 1) / kStep + 1)) {}
 
-  // Thread t of a row has features first_of(t), first_of(t) + kStep... of the block's; and the
-  // thread that has this feature, and which of the thread's W it is.
+  // Thread t of a row has the features first_of(t), first_of(t) + kStep and so on, counted from
+  // `start`. A feature belongs to thread thread_of(feature), and is number number_of(feature) of
+  // its features.
   __device__ static int first_of(int t) { return t / kStep * kStep * W + t % kStep; }
   __device__ static int thread_of(int feature) {
     return feature / (kStep * W) * kStep + feature % kStep;
   }
   __device__ static int number_of(int feature) { return feature / kStep % W; }
 
-  // Moves the thread's features of a blade; `from` or `to` is the first's. Only `inside` exist.
+  // These move the thread's features of one blade, of which `inside` exist. `from` and `to` point
+  // to the first of them. fetch() starts the copies to shared memory.
   __device__ __forceinline__ void fetch(float* to, const float* from, int inside) const {
     if constexpr (kVector) {
       copy_async<sizeof(Pack<W>)>(to, from, inside > 0);
@@ -64,7 +65,7 @@ struct Place {
       for (int e = 0; e < W; ++e) copy_async<sizeof(float)>(to + e, from + e * kStep, e < inside);
     }
   }
-  // Asks the L2 cache to fetch them.
+  // Asks the L2 cache to fetch them from memory.
   __device__ __forceinline__ void prefetch(const float* from, int inside) const {
 #pragma unroll
     for (int e = 0; e < (kVector ? 1 : W); ++e) {
@@ -93,10 +94,11 @@ struct Place {
   }
 };
 
-// Shared memory: for each of a row's threads its weights; then kPlanes packs for each thread, which
-// it fills, reads and refills alone. What a thread reads lies side by side, at constant offsets
-// from one address: addresses that depend on a stride would each take a register. And from thread
-// to thread it is an odd number of packs, so that neighbouring threads meet in no bank.
+// The shared memory of a block: the weights of a row's features, those of one thread side by side;
+// and for each thread of the block kPlanes packs of its next row, which it fills, reads and refills
+// alone. So a thread reads all of its weights, or packs, at constant offsets from one address.
+// (Addresses that depend on a stride would each take a register.) From one thread to the next these
+// are an odd number of packs, so that neighbouring threads read from different banks.
 template <typename A, int W, bool kVector, int kPlanes>
 struct OnChipMemory {
   static constexpr int kWeightStride = W * (A::kTriples | 1);
@@ -114,8 +116,8 @@ struct OnChipMemory {
         weights(shared + threadIdx.x % shape.per_row * kWeightStride),
         inputs(shared + shape.per_row * kWeightStride + threadIdx.x * kInputStride) {}
 
-  // Starts the copies of all weights, a float at a time: they change places. Zeros beyond the row's
-  // end, so that zeros are all that threads without a feature have and compute.
+  // Starts the copies of all weights, a float at a time, since neighbours do not stay neighbours.
+  // Beyond the row's end there are zeros, so threads without a feature multiply zeros.
   __device__ void fetch_weights(const float* w, RowsOnChip shape,
                                 const Place<W, kVector>& place) const {
     for (int i = threadIdx.x; i < shape.per_row * W * A::kTriples; i += shape.threads) {
@@ -130,7 +132,8 @@ struct OnChipMemory {
   __device__ __forceinline__ Pack<W> operator()(Index t) const {
     return *reinterpret_cast<const Pack<W>*>(weights + t * W);
   }
-  // Starts the copies of a thread's part of a multivector's planes, as number first, first + 1...
+  // Starts the copies of a thread's part of a tensor, to its packs number first, first + 1 and so
+  // on.
   template <int first>
   __device__ __forceinline__ void fetch(const float* from, size_t plane,
                                         const Place<W, kVector>& place, int inside) const {
@@ -149,7 +152,7 @@ struct OnChipMemory {
   }
 };
 
-// A thread's z, divided by its row's rms if that is wanted, to memory.
+// Writes a thread's z to memory, divided by its row's rms if the layer has a norm.
 template <typename A, int W, bool kVector>
 __device__ __forceinline__ void store_normed(const Multivectors<A, W>& z,
                                              const FeatureSums<A::kGrades>& sums,
@@ -167,7 +170,8 @@ __device__ __forceinline__ void store_normed(const Multivectors<A, W>& z,
   });
 }
 
-// dx and dy of a thread's multivectors to memory, blade by blade; dw is added to what it has.
+// Computes dx and dy of a thread's multivectors, writes them to memory, and adds to dw. All threads
+// of a warp call this together.
 template <typename A, int W, bool kVector, typename Weight>
 __device__ __forceinline__ void store_gradients(const Multivectors<A, W>& left,
                                                 const Multivectors<A, W>& right,
@@ -190,11 +194,11 @@ __device__ __forceinline__ void store_gradients(const Multivectors<A, W>& left,
     to += plane;
   };
   gradients<Of::x>(left, right, dP, weight, give_x, take_w, give_w);
-  __syncwarp();  // for the compiler: do not keep all weights in registers from above
+  __syncwarp();  // without it the compiler would keep all weights in registers
   gradients<Of::y>(left, right, dP, weight, give_y, take_w, give_w);
 }
 
-// The sums of a thread's dw to the partial sums of its row.
+// Writes a thread's sums for dw to memory. Each row of a block has partial sums of its own there.
 template <typename A, int W, bool kVector>
 __device__ __forceinline__ void store_weight_gradients(const Pack<W>* dw, float* partials,
                                                        const Place<W, kVector>& place,
@@ -208,7 +212,8 @@ __device__ __forceinline__ void store_weight_gradients(const Pack<W>* dw, float*
   });
 }
 
-// Blocks of kThreads or less for rows of W features a thread: several where one has too few.
+// How rows are divided if a thread has W features: a block has as many rows as its threads suffice
+// for, or several blocks share a row.
 template <typename A, int W>
 RowsOnChip rows_on_chip(const Layer& layer) {
   const int blocks = ceil_div(layer.features, kThreads<A> * W);
@@ -216,7 +221,8 @@ RowsOnChip rows_on_chip(const Layer& layer) {
   return {kThreads<A> / per_row * per_row, per_row, blocks, share};
 }
 
-// Whether all rows start at a multiple of `width` floats and have one block: then kVector holds.
+// Whether kVector may be true: all rows start at a multiple of `width` floats, and each has one
+// block.
 template <typename A, int W>
 bool whole_packs(const Layer& layer, int width) {
   return layer.features % width == 0 && rows_on_chip<A, W>(layer).blocks == 1;

@@ -1,9 +1,10 @@
-// Lesson 10's *one launch*, for any GPU and rows of any length: what a row needs is read twice, the
-// second time from the L2 cache as far as it still has it, and each product is computed twice. For
-// rows that no block has the room for (operators/clifford/on_chip.cuh).
+// Lesson 10's *one launch*, for any GPU and rows of any length, where a block has no room for a row
+// (on_chip.cuh). A block walks over a row once for its sums and once for the result. The second
+// time x and y come from the L2 cache, as far as it still has them. With a norm each product is
+// computed twice.
 //
-// Backward has a kernel for either walk, so that the second one need not go row by row. There a
-// thread has a feature of a strip of rows: its sums for dw stay in registers.
+// Backward has a kernel for each walk. In the second one a thread has a feature of a strip of rows,
+// so that its sums for dw stay in registers.
 #pragma once
 
 #include "operators/clifford/rows.cuh"
@@ -38,7 +39,8 @@ __global__ void __launch_bounds__(kTwiceThreads)
   }
 }
 
-// sums (batch): those that the gradients of a row need. A block owns a row, as forward.
+// Writes of_rows (batch): the sums that the gradients of each row need. A block owns a row, as
+// forward.
 template <typename A>
 __global__ void __launch_bounds__(kTwiceThreads)
     gradient_sums(const float* x, const float* y, const float* w, const float* d_out,
@@ -58,8 +60,8 @@ __global__ void __launch_bounds__(kTwiceThreads)
   if (threadIdx.x == 0) of_rows[blockIdx.x] = sums;
 }
 
-// The weights of a feature where they lie: they are loaded again, from the L1 cache, for each
-// multiplication. Registers are scarce.
+// The weights of a feature, in memory: each is loaded from the L1 cache whenever it is needed,
+// since registers are scarce.
 template <typename A>
 struct WeightsInMemory {
   const float* of_feature;
@@ -69,8 +71,9 @@ struct WeightsInMemory {
   }
 };
 
-// The gradients, with the rows' sums. partials (strips, triples, features): dw of each strip. A
-// thread without a feature works on the last one, and writes nothing.
+// Computes dx and dy, by the sums of rows, and leaves dw of each strip in partials (strips,
+// triples, features). A thread without a feature computes the last one, as all threads of a warp
+// have to, and writes nothing.
 template <typename A>
 __global__ void __launch_bounds__(kStripFeatures)
     gradients_of_strip(const float* x, const float* y, const float* w, const float* d_out,

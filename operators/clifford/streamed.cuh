@@ -1,22 +1,23 @@
-// Lesson 10's *rows streamed*, for compute capability 9.0.
+// Lesson 10's *rows streamed*, for compute capability 9.0: for rows that start anywhere, and for
+// rows that are too long for one block, which the blocks of a cluster share.
 //
-// The same idea as above, but no thread fetches its own x and y. One copy of the copy engine brings
-// a whole plane of a block's rows, up to 4 KB, and several stages are on their way instead of one.
-// What the other kernels spent on that, registers and instructions, is free for the weights: a
-// thread has the same features in all of its rows, and keeps their weights in registers.
+// No thread fetches its own x and y. One copy of the copy engine (TMA) brings a whole plane of a
+// block's rows, and forward several stages are on their way. That leaves registers for the weights:
+// a thread has the same features in all of its rows.
 //
 // A block takes a whole multiprocessor, so that forward can be launched early: the next launch's
-// blocks take the places of this one's, one for one. With several blocks on a multiprocessor, as
-// above, that costs time: the next blocks crowd onto the one that has room first.
+// blocks take the places of this one's, one for one. (With several blocks on a multiprocessor the
+// next blocks would crowd onto the multiprocessors that have room first.)
 //
-// The warps of a row do not stop at __syncthreads() for its sums either. Each warp posts its sums
-// and goes on, forward with its part of the next row. It collects the row's sums when it needs them
-// (operators/clifford/row_exchange.cuh).
+// Nor do the warps of a row stop at __syncthreads() for its sums. Each warp posts its sums and goes
+// on, forward with its part of the next row: software pipelining. It collects the row's sums when
+// it needs them (row_exchange.cuh).
 //
 // Backward, registers are scarce. In 3-D a thread has for each feature 20 weights, 20 sums for dw
-// and three multivectors of 8 numbers. So with 8 blades and more the weights are in shared memory,
+// and three multivectors of 8 numbers. So with 8 blades or more the weights are in shared memory,
 // and leave room for one stage. The next rows are ordered when all threads have taken x, y and
-// d_out of these. Up to 16 blades y is taken once more later, so the next y goes to other planes.
+// d_out and have posted their sums. But with 8 or 16 blades y is taken once more after that. So the
+// stage has two places for y, and rows use them in turn.
 #pragma once
 
 #include <algorithm>
@@ -32,16 +33,16 @@ namespace operators::clifford {
 template <typename A>
 constexpr int kStreamedWidth = A::kBlades <= 8 ? 2 : 1;
 
-// Bytes of shared memory for stages, where the weights are in registers. RowSums comes on top, and
-// weights that are longer than the last stage.
+// Bytes of shared memory for the stages, where the weights are in registers. RowSums comes on top,
+// and so do weights that do not fit in the last stage.
 inline constexpr size_t kStreamBytes = 208 << 10;
 
-// The planes of kTensors tensors for a block's rows. The copy engine copies multiples of 16 bytes,
-// from multiples of 16 on. Without kVector rows start anywhere: then it brings what covers them,
-// and plane k of the rows begins shift(k) floats further on in stages[s][k]. Up to 8 blades that is
-// as far from a multiple of 128 bytes as in memory, so that the copy engine need not split lines:
-// 3 % faster. (A tensor has a multiple of 4 elements, as it has 4 blades or more: nothing beyond it
-// is read.)
+// The stages of a block, each with the planes of kTensors tensors for all rows that it has at a
+// time. The copy engine copies multiples of 16 bytes, from multiples of 16 on. Without kVector rows
+// start anywhere. Then a copy brings what covers them, and in stages[s][k] they begin shift()
+// floats further on. With up to 8 blades that is as far from a multiple of 128 bytes as in memory,
+// so that the copy engine need not split lines. (Nothing beyond a tensor is read: it has at least 4
+// blades, so a multiple of 4 elements.)
 template <typename A, int W, bool kVector, int kTensors>
 struct Stream {
   static_assert(A::kBlades % 4 == 0);
@@ -50,8 +51,8 @@ struct Stream {
   static constexpr int kElements = kThreads<A> * W + (kVector ? 0 : kLine);
   using RowSums = operators::clifford::RowSums<(kTensors - 1) * A::kGrades, kThreads<A> / 32>;
   using SharedWeights = OnChipMemory<A, W, kVector, 0>;
-  // Backward has no registers for the weights of 8 blades and more. It takes y twice, so that the
-  // next row's y goes to other planes; 32 blades leave no shared memory for that.
+  // Backward has no registers for the weights of 8 blades or more. It takes y twice, so that the
+  // next rows' y goes to other planes. 32 blades leave no shared memory for those.
   static constexpr bool kSharedWeights = kTensors == 3 && A::kBlades >= 8;
   static constexpr int kTakesTwice = kSharedWeights && A::kBlades <= 16;
   using Stage = float[kPlanes + kTakesTwice * A::kBlades][kElements];
@@ -98,7 +99,7 @@ struct Stream {
     sums.open(place.blocks);  // its fence is for full[], too
   }
 
-  // A group's first element in its plane: 32 bits are enough, and registers are scarce.
+  // The first element of a group in a plane. 32 bits are enough, and registers are scarce.
   __device__ unsigned element(int group) const {
     return static_cast<unsigned>(group) * rows * layer.features + place.start;
   }
@@ -109,13 +110,14 @@ struct Stream {
     const unsigned all = static_cast<unsigned>(layer.plane());
     return kVector ? 0 : (element(group) + plane % min(kLine, A::kBlades) * all) % kLine;
   }
-  // How many planes further on this round's y is.
+  // How many planes further on the y of this round is.
   __device__ int turn(int round) const { return kTakesTwice * (round % 2) * 2 * A::kBlades; }
 
-  // Orders the rows that a round works on, if they are there. All warps order a few planes each:
-  // copies start one after the other, and a warp that ordered all would be late for its own work.
-  // One lane tells the barrier how many bytes come, even if some have come: lanes that arrive at
-  // one barrier would do so one after the other. (Four planes have all the sizes that there are.)
+  // Orders a group's rows, if they are there. All warps order a few planes each: copies start one
+  // after the other, and a warp that ordered all would be late for its own work. One thread tells
+  // the barrier how many bytes come. Some may come earlier: the phase does not end before that
+  // thread has arrived. (Plane p + 4 has as many bytes as plane p. So four planes tell the sum over
+  // all.)
   __device__ __forceinline__ void fetch(int group, int s, int round) const {
     const int warps = blockDim.x / 32, warp = threadIdx.x / 32;
     if (group >= groups || warp >= kPlanes) return;
@@ -126,7 +128,8 @@ struct Stream {
     if (threadIdx.x == 0) {
       barrier_arrive_expect(&full[s], kPlanes / 4 * (bytes(0) + bytes(1) + bytes(2) + bytes(3)));
     }
-    if (kTakesTwice && A::kBlades == 16) __syncwarp();  // the compiler spills fewer registers
+    // So that the compiler spills fewer registers.
+    if (kTakesTwice && A::kBlades == 16) __syncwarp();
 #pragma unroll 1
     for (int p = warp + threadIdx.x % 32 * warps; p < kPlanes; p += blockDim.x) {
       const int to = p / A::kBlades == 1 ? p + turn(round) : p;
@@ -151,23 +154,24 @@ struct Stream {
 };
 
 #if HOPPER_CODE
-// Weights of a thread's features, in registers; zeros where it has fewer than W. In memory they are
-// 40 to 224 bytes from one feature to the next: if threads loaded their own, each load of a warp
-// would touch up to 32 lines. So the block copies all of its weights as they lie, through shared
-// memory: through the stream's last stage, which gets its rows when the weights have left it.
+// The weights of a thread's features, in registers; zeros where it has fewer than W. In memory the
+// weights of the next feature are 40 to 224 bytes away: if threads loaded their own, a load of a
+// warp would touch up to 32 lines. So the block copies all of its weights as they lie, in whole
+// lines, to the last stage, and each thread takes its own from there. The last stage gets its rows
+// when all threads have taken their weights.
 template <typename A, int W>
 struct RegisterWeights {
   Pack<W> packs[A::kTriples];
 
-  // Orders the rows of all stages, from `group` on. Of several rounds, the first one's rows come
-  // before the weights: they take longer. A block with one round orders its weights first, and
-  // takes them while its rows come.
+  // Orders the rows of all stages, from `group` on. If there are several rounds, the first round's
+  // rows are ordered before the weights, since they take longer. A block with one round orders its
+  // weights first, and takes them while its rows come.
   template <typename Rows>
   __device__ __forceinline__ RegisterWeights(const float* w, const Rows& stream, int group,
                                              int step) {
     constexpr int kWidth = Weights<A>::kWidth, kCopies = W * A::kTriples / kWidth;
     const auto& place = stream.place;
-    const int rows_before = stream.groups > step ? 1 : 0;  // stages
+    const int rows_before = stream.groups > step ? 1 : 0;  // stages, ordered before the weights
     for (int s = 0; s < rows_before; ++s) stream.fetch(group, s, s);
     float* const all = stream.stages[Rows::kLast][0];
     const float* from = w + static_cast<size_t>(place.start) * A::kTriples;
@@ -188,7 +192,7 @@ struct RegisterWeights {
       const Weights<A> weights(all + (place.first + e * place.kStep) * A::kTriples);
       unroll<0, A::kTriples>([&](auto t) { packs[t].v[e] = weights(t).v[0]; });
     }
-    shared_fence();  // threads wrote this stage: before the copy engine does
+    shared_fence();  // threads have written this stage, and next the copy engine will
     __syncthreads();
     stream.fetch(group + Rows::kLast * step, Rows::kLast, Rows::kLast);
   }
@@ -252,8 +256,8 @@ __global__ void __launch_bounds__(kThreads<A>, 1)
 }
 
 // A thread owns W features, as in forward_streamed, but it finishes a row before it takes the next
-// one: it has no registers for two. Each row of a block has its own partial sums of dw, which stay
-// in registers until the end, as in backward_on_chip.
+// one: it has no registers for two rows. Each row of a block has its own partial sums of dw, which
+// stay in registers until the end, as in backward_on_chip.
 template <typename A, int W, bool kVector>
 __global__ void __launch_bounds__(kThreads<A>, 1)
     backward_streamed(const float* x, const float* y, const float* w, const float* d_out, float* dx,

@@ -1,7 +1,6 @@
-// The baseline of lesson 10: the layer as a framework runs it. An operator reads its inputs and
-// writes its result, and backward has an operator for each. Generously counted: eager PyTorch would
-// take a kernel for each sign and sum, here it is one for a whole grade triple, 20 for the product
-// in 3-D.
+// Lesson 10's *unfused*: the layer as a framework runs it. An operator reads its inputs from memory
+// and writes its result there. Here a whole grade triple is one kernel. PyTorch in eager mode,
+// which runs operators one by one, would take several.
 #pragma once
 
 #include <utility>
@@ -16,7 +15,7 @@ using primitives::blocks_for;
 
 // ---- Kernels ------------------------------------------------------------------------------------
 
-// gated = in gate(in_0): one thread a multivector.
+// gated = in gate(in_0). A thread has a multivector.
 template <typename A>
 __global__ void apply_gate(const float* in, float* gated, Layer layer) {
   const size_t at = static_cast<size_t>(blockIdx.x) * blockDim.x + threadIdx.x;
@@ -27,7 +26,9 @@ __global__ void apply_gate(const float* in, float* gated, Layer layer) {
       [&](auto k) { gated[k * layer.plane() + at] = factor * value.blade[k].v[0]; });
 }
 
-// z_c = or += w <<x>_a <y>_b>_c for triple t = (a, c, b): one thread a multivector.
+// Multiplies the grades of triple t = (a, c, b). A thread has a multivector. Here x and y are x'
+// and y'. The first triple whose result has grade c writes w <<x>_a <y>_b>_c to z_c, and the others
+// add theirs to it.
 template <typename A, int t>
 __global__ void multiply_grades(const float* x, const float* y, const float* w, float* z,
                                 Layer layer) {
@@ -51,7 +52,7 @@ __global__ void multiply_grades(const float* x, const float* y, const float* w, 
   });
 }
 
-// out = z / rms(z) for the `blades` planes of one grade; a block a row. Keeps the 1 / rms for
+// out = z / rms(z) for the `blades` planes of one grade. A block has a row. Keeps the 1 / rms for
 // backward.
 __global__ void normalize_grade(const float* z, float* out, float* inverses, int blades,
                                 Layer layer) {
@@ -75,8 +76,8 @@ __global__ void normalize_grade(const float* z, float* out, float* inverses, int
   }
 }
 
-// dz of one grade: with r = 1 / rms(z), out = r z and dr/dz = -r^3 z / features, so
-// dz = r d_out - r^3 z sum(d_out z) / features. A block a row.
+// dz of one grade. A block has a row. out = r z with r = 1 / rms(z), and dr/dz = -r^3 z / features
+// for each z of the row. So dz = r d_out - r^3 z (sum over the row of d_out z) / features.
 __global__ void normalize_grade_gradient(const float* z, const float* d_out, const float* inverses,
                                          float* dz, int blades, Layer layer) {
   __shared__ FeatureSums<1> partials[kMaxWarps];
@@ -99,7 +100,7 @@ __global__ void normalize_grade_gradient(const float* z, const float* d_out, con
   }
 }
 
-// Rows that a thread walks down in kernels where it keeps something per feature.
+// A strip is kStrip rows. A thread that keeps something of a feature has one strip of it.
 constexpr int kStrip = 32, kStripFeatures = 128;
 
 inline int strips(const Layer& layer) { return (layer.batch + kStrip - 1) / kStrip; }
@@ -107,7 +108,8 @@ inline int strip_blocks(const Layer& layer) {
   return strips(layer) * ((layer.features + kStripFeatures - 1) / kStripFeatures);
 }
 
-// Thread i of block b: feature i of chunk b % chunks, rows of strip b / chunks.
+// Thread i of block b: feature i of chunk b % chunks, rows of strip b / chunks. A thread beyond the
+// last feature has no rows.
 struct StripThread {
   int feature, row, end, strip;
   __device__ explicit StripThread(const Layer& layer) {
@@ -119,7 +121,8 @@ struct StripThread {
   }
 };
 
-// dx_a = or += w <dz_c y_b>, dy_b = or += w <x_a dz_c>, and dw of the strip, for triple t.
+// Adds the terms of triple t = (a, c, b) to grade a of dx and to grade b of dy, and computes dw of
+// the strip. The first triple of a grade of dx or dy writes there, and the others add.
 template <typename A, int t>
 __global__ void multiply_grades_gradient(const float* x, const float* y, const float* w,
                                          const float* dz, float* dx, float* dy, float* partials,
@@ -157,7 +160,10 @@ __global__ void multiply_grades_gradient(const float* x, const float* y, const f
            thread.feature] = dw;
 }
 
-// From the gradient of in gate(in_0), in place, that of in: one thread a multivector.
+// Turns `gradient`, that of out = in gate(in_0), into that of `in`, in place. A thread has a
+// multivector. The scalar in_0 stands in the gate of every blade, too. So by the chain rule its
+// gradient has a second part: gate'(in_0) times the gradient of the gate, d_factor, which is the
+// sum over all blades of d_k in_k.
 template <typename A>
 __global__ void apply_gate_gradient(const float* in, float* gradient, Layer layer) {
   const size_t at = static_cast<size_t>(blockIdx.x) * blockDim.x + threadIdx.x;
@@ -173,9 +179,9 @@ __global__ void apply_gate_gradient(const float* in, float* gradient, Layer laye
   gradient[at] = factor * d.blade[0].v[0] + d_factor * gate_slope(value.blade[0].v[0]);
 }
 
-// dw (features, triples) = the sum of `count` partials (triples, features), in their order: every
-// kernel that sums dw over the batch does so in two steps, so that blocks need not wait for each
-// other and the result does not depend on who is first. A block owns 32 columns; thread (x, y) adds
+// dw (features, triples) = the sum of `count` partials (triples, features), in a fixed order. dw is
+// always summed in two steps, so that blocks need not wait for each other and the result does not
+// depend on who is first. A block owns 32 columns, which are numbers of dw: thread (x, y) adds
 // partials y, y + kSumRows, ... of column x, then thread (x, 0) adds these up.
 constexpr int kSumRows = 16;
 
@@ -199,7 +205,7 @@ __global__ void __launch_bounds__(32 * kSumRows)
 
 // ---- Launches -----------------------------------------------------------------------------------
 
-// x', y' and z, which backward needs again; without a norm z is out.
+// x', y', z and 1 / rms, which backward needs again. Without a norm z is the tensor `out`.
 template <typename A>
 struct Unfused {
   explicit Unfused(const CliffordTensors& of)
