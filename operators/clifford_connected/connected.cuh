@@ -1,5 +1,5 @@
-// What every kernel of the fully connected product knows when it is compiled: the planes of each
-// grade triple. Matrices of weights in TF32.
+// What the kernels of the fully connected layer share (bonus_clifford_fully_connected.cu): the
+// order of its planes, gates, and weights in TF32.
 #pragma once
 
 #include "operators/clifford/algebra.cuh"
@@ -14,12 +14,13 @@ namespace operators::clifford_connected {
 using namespace primitives;
 using namespace clifford;
 
-/// Triple t makes a plane P_t,k (batch, features) for each blade k of its result's grade. Slots are
-/// triples in the order of their results' grades; planes are numbered by slot, then by blade.
+/// Triple t has a plane P_t,k (batch, features) for each blade k of its result's grade. In w the
+/// triples are ordered by the grade of x. Here they are ordered by the grade of their results, and
+/// a *slot* is a triple's number in this order. Planes are numbered by slot, then by blade.
 template <typename A>
 struct Order {
-  int triple_of[A::kTriples] = {};  ///< a slot
-  /// The first slot, plane and blade of each grade of the result, and how many there are.
+  int triple_of[A::kTriples] = {};  ///< the triple that has this slot
+  /// The first slot, plane and blade of each grade of the result; at the end how many there are.
   int slot[A::kGrades + 1] = {}, plane[A::kGrades + 1] = {}, blade[A::kGrades + 1] = {};
 
   constexpr Order() {
@@ -35,14 +36,14 @@ struct Order {
   /// How many slots and blades a grade has.
   __host__ __device__ int slots(int c) const { return slot[c + 1] - slot[c]; }
   __host__ __device__ int blades(int c) const { return blade[c + 1] - blade[c]; }
-  /// The grade with the given slot, plane or blade, of the array of that name.
+  /// The grade of slot, plane or blade `number`. `first` is the array slot, plane or blade.
   __host__ __device__ static int grade_of(const int (&first)[A::kGrades + 1], int number) {
     int c = 0;
     while (number >= first[c + 1]) ++c;
     return c;
   }
 
-  /// At compile time: how many triples have a result of this grade; the i-th of them.
+  /// For the compiler: how many triples have a result of this grade, and the i-th of them.
   __host__ __device__ static constexpr int triples(int grade) {
     int sum = 0;
     for (int t = 0; t < A::kTriples; ++t) sum += A::triple(t).result == grade;
@@ -61,7 +62,8 @@ template <typename A>
 inline constexpr int kPlanes = kFirstPlane<A, A::kGrades>;
 static_assert(kPlanes<Cl<3, 0, 0>> == 44 && kPlanes<Cl<2, 0, 0>> == 14);
 
-/// x becomes gate(x_0) gate(y_0) x: then x y is x' y'.
+/// x becomes gate(x_0) gate(y_0) x, where x_0 is the scalar. Each term of a plane has one factor of
+/// x and one of y, so this x and y make the planes of x' and y'.
 template <typename A, int W>
 __device__ __forceinline__ void apply_gates(Multivectors<A, W>& x, const Multivectors<A, W>& y) {
   const Pack<W> factor = Gates<W>(x.blade[0], y.blade[0]).product();
@@ -73,7 +75,8 @@ __device__ __forceinline__ void apply_gates(Multivectors<A, W>& x, const Multive
 
 __device__ inline float rounded_to_tf32(float value) { return __uint_as_float(to_tf32(value)); }
 
-// W neighbouring features of all blades, 0 where there is nothing.
+// W neighbouring features of all blades, of row n and from feature f on; zeros where there is no
+// such row or feature.
 template <typename A, int W>
 __device__ __forceinline__ Multivectors<A, W> load_neighbours(const float* from, int n, int f,
                                                               const Layer& layer) {
@@ -95,7 +98,7 @@ __device__ __forceinline__ Multivectors<A, W> load_neighbours(const float* from,
   return result;
 }
 
-// The packs of a plane, in TF32.
+// Stores a pack, rounded to TF32.
 template <int W>
 __device__ __forceinline__ void store_rounded(float* to, Pack<W> pack) {
 #pragma unroll
@@ -103,8 +106,8 @@ __device__ __forceinline__ void store_rounded(float* to, Pack<W> pack) {
   *reinterpret_cast<Pack<W>*>(to) = pack;
 }
 
-/// Matrices of weights, TF32, with `stride` rows and columns, a multiple of 64 that is at least
-/// `features`; what is beyond these is 0. A thread copies an element.
+/// The weights in TF32, each matrix with zeros up to `stride` rows and columns. A thread copies an
+/// element.
 __global__ void round_weights(const float* w, float* to, int features, int stride) {
   const int col = blockIdx.x * blockDim.x + threadIdx.x, row = blockIdx.y;
   if (col >= stride) return;
@@ -114,7 +117,7 @@ __global__ void round_weights(const float* w, float* to, int features, int strid
       inside ? rounded_to_tf32(w[(t * features + row) * features + col]) : 0;
 }
 
-/// dw = the sum of `count` partial sums, in their order; a thread four neighbours.
+/// dw is the sum of `count` partial sums, in their order. A thread has four neighbouring elements.
 __global__ void sum_weight_gradients(const float* partials, float* dw, int count, size_t size) {
   const size_t first = (static_cast<size_t>(blockIdx.x) * blockDim.x + threadIdx.x) * 4;
   wait_for_previous_kernel();

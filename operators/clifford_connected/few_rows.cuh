@@ -1,15 +1,17 @@
-// The fully connected product on Hopper where rows are few. Weights are then most of what moves:
-// to make them ready, transposed and rounded, takes longer than to multiply them. Here they are the
-// *left* factor, as they lie in memory, and the copy engine rounds them on the way; what is made
-// ready is small. Products come out transposed:
+// The fully connected product on Hopper for few rows. Then weights are most of what moves. To
+// transpose and round them first, as for many rows, would move them three times. So here they are
+// the *left* factor, as they lie in memory, and the copy engine rounds them on the way. The
+// products are transposed:
 //
 //     z^T = sum over t of w[t]^T P_t^T     w: lies as (k, rows), k = in features; P: planes
 //     d_t^T = w[t] dz^T                    w: lies as (rows, k), k = out features; dz: as it is
 //
-// A triple's planes lie below each other, one a blade k of the result, and so do the blades of dz.
-// All of their rows are columns of one product: w[t] is read once for all blades of a grade, not
-// once for each. And where tiles are few, `splits` clusters share the sum of one along k. They
-// write partial sums, which finish_rows adds up before it takes the norm.
+// Here k is what a product sums over. The planes of a triple lie below each other, one for each
+// blade of its result, and so do the blades of dz. All of their rows are columns of one product. So
+// w[t] is read once for all blades of a grade, and not once for each.
+//
+// Where tiles are few, `splits` clusters share a sum along k (split-K). They write partial sums,
+// which finish_rows adds up before it takes the norm.
 #pragma once
 
 #include "operators/clifford_connected/gradients.cuh"
@@ -21,12 +23,13 @@ using namespace primitives;
 using namespace clifford;
 
 #if HOPPER_CODE
-/// Where 32 columns of a sum go: to `count` rows of memory, `stride` floats apart.
+/// Where 32 columns of a sum are stored: in `count` rows of memory, `stride` floats apart.
 struct RowsInMemory {
   float* first;
   int count, stride;
 };
-/// Stores a sum transposed: rows are features, from f0 on; columns i to i + 31 go to rows_of(i).
+/// Stores a sum transposed. Its rows are features, from f0 on. Its columns i to i + 31 go to the
+/// rows that rows_of(i) returns.
 template <class Tile, typename RowsOf>
 __device__ __forceinline__ void store_transposed(const typename Tile::TileSum& sum, int f0,
                                                  int features, RowsOf rows_of) {
@@ -54,15 +57,15 @@ __device__ __forceinline__ void store_transposed(const typename Tile::TileSum& s
 
 /// z (forward), or the planes' gradients, of a chunk of few rows: a Task of tf32_product.cuh. A
 /// tile has some features, and some of the rows of all blades of a grade. Forward its sum goes over
-/// the grade's triples; a tile of the planes' gradients is of one triple.
+/// all triples of the grade. Backward a tile has one triple.
 template <typename A, class Size, bool kForward>
 struct FewRows {
   using Tile = std::conditional_t<kForward, typename Size::Transposed, Size>;
   static constexpr bool kHelped = false;
-  static constexpr int kStoreSteps = 4;  // about
+  static constexpr int kStoreSteps = 4;  // an estimate
   Chunk chunk;
-  float* to;   ///< forward: out, or partial sums, one after the other
-  int splits;  ///< 1 but forward
+  float* to;   ///< out, or partial sums one after the other; or the planes' gradients
+  int splits;  ///< clusters that share a sum; backward 1
   int f_tiles;
   Turns turns;
   Order<A> order;
@@ -82,11 +85,12 @@ struct FewRows {
     return (kForward ? splits : order.slots(c)) * f_tiles * row_tiles(c);
   }
 
-  /// A grade; which share of the sum, or which of the grade's triples; the first feature and row.
+  /// A tile's grade; which share of the sum it has or, backward, which of the grade's triples; its
+  /// first feature and row; and what a Task's place has besides.
   struct Place {
     int c, share, f, row, begin, end, pairs;
   };
-  /// Grades with the most triples first: all but those of the scalar and of the last blade.
+  /// First come the grades with the most triples: all but the first and the last grade.
   __host__ __device__ Place place(int tile, int rank) const {
     int c = 1;
     for (; tile >= tiles_of(c); c = (c + 1) % A::kGrades) tile -= tiles_of(c);
@@ -101,8 +105,8 @@ struct FewRows {
             .pairs = kForward ? order.slots(c) : 1};
   }
 #if HOPPER_CODE
-  /// Forward pair i is the weights of the grade's triple i and its planes. For the planes'
-  /// gradients the only pair is the weights of the tile's triple and dz.
+  /// Forward, pair i is the weights of the grade's triple i, and its planes. Backward the only pair
+  /// is the weights of the tile's triple, and dz.
   template <class Copy>
   __device__ void load(const Copy& copy, const Place& at, int i, int k) const {
     const int triple = order.triple_of[order.slot[at.c] + (kForward ? i : at.share)];
@@ -130,8 +134,8 @@ struct FewRows {
 #endif
 };
 
-/// out = z / rms(z), where z is the sum of `splits` partial sums; keeps 1 / rms. A block has a row
-/// and a grade.
+/// out = z / rms(z), where z is the sum of `splits` partial sums; without a norm out = z. Keeps 1 /
+/// rms for backward. A block has a row and a grade.
 template <typename A, int c, int W>
 __device__ __forceinline__ void finish_grade_of_row(const float* partials, int splits, float* out,
                                                     float* inverses, const Layer& layer) {
@@ -175,10 +179,11 @@ __global__ void __launch_bounds__(256)
   });
 }
 
-/// What the product of few rows needs besides inputs, outputs and planes, and how it is launched.
+/// The memory of the product of few rows beside inputs, outputs and planes, and its launches.
 template <typename A>
 struct Few {
-  /// The others take so many cycles, and what it takes to turn weights. -INFINITY: never used.
+  /// cycles_of_others: an estimate of the product for many rows, without what it takes to transpose
+  /// weights. With -INFINITY the product of few rows is not used.
   Few(const CliffordTensors& tensors, double cycles_of_others)
       : of(tensors),
         chunk{of.layer, 0, of.layer.batch, ceil_div(of.layer.batch, 32) * 32,
@@ -186,8 +191,8 @@ struct Few {
         pitch(of.layer.features % 4 == 0 ? of.layer.features : chunk.stride) {
     const Layer& layer = of.layer;
     const double w = 4.0 * A::kTriples * layer.features * layer.features, out = of.out.bytes();
-    // This product is taken if it saves a seventh. To copy rows that are not aligned takes longer
-    // than to turn those that are.
+    // This product is used only if it saves a seventh of the cycles. If rows of weights are not
+    // aligned, it has to copy them first, and then it has to save more.
     double least = 0.85 * (cycles_of_others + 2 * w / kBytesPerCycle);
     if (pitch != layer.features) least -= 3 * w / kBytesPerCycle;
     for (int shares = 1; shares <= std::min(8, chunk.stride / 32); ++shares) {
@@ -217,7 +222,7 @@ struct Few {
   }
   Tf32Factor left() const { return {weights, pitch, pitch, A::kTriples}; }
 
-  /// Rows of weights that are not aligned are copied first.
+  /// If rows of weights are not aligned, they are copied first.
   void forward(float* planes, float* inverses) const {
     const Layer& layer = of.layer;
     if (pitch != layer.features) {
@@ -238,7 +243,7 @@ struct Few {
                        dim3(layer.batch, A::kGrades), 256, 0, static_cast<const float*>(partials),
                        splits, of.out.data(), inverses, layer);
   }
-  /// The planes' gradients d.
+  /// Computes the planes' gradients d.
   void gradients(const float* d_out, const float* inverses, float* d) const {
     result_gradients<A><<<chunk.pitch, 256, 0, of.workspace.stream>>>(
         of.out, d_out, inverses, dz, 0, chunk.stride, chunk.matrix(), of.layer);
@@ -246,7 +251,7 @@ struct Few {
                   plan_gradients, work<false>(d, 1));
   }
 
-  static constexpr double kBytesPerCycle = 2280;  // 4 TB/s
+  static constexpr double kBytesPerCycle = 2280;  // an estimate of what memory moves
 
   CliffordTensors of;
   Chunk chunk;

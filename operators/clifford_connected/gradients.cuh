@@ -1,5 +1,4 @@
-// The gradients of the results of the fully connected product, row by row: what the product of few
-// rows multiplies.
+// dz of the fully connected product, row by row, for the product of few rows.
 #pragma once
 
 #include "operators/clifford_connected/connected.cuh"
@@ -9,9 +8,9 @@ namespace operators::clifford_connected {
 using namespace primitives;
 using namespace clifford;
 
-/// dz of rows `first` and on, one a block, in TF32, to rows of `stride` elements: with out = r z,
-/// dz = r d_out - r out mean(d_out out). `pitch` elements from blade to blade. Zeros beyond the
-/// features, and in rows beyond the batch.
+/// Writes dz of the batch's rows from `first` on, in TF32. A block has one row, all blades. As out
+/// = r z, dz = r d_out - r out mean(d_out out) in each grade. Two blades of dz are `pitch` elements
+/// apart, two rows `stride`. There are zeros beyond the features, and in rows beyond the batch.
 template <typename A>
 __global__ void result_gradients(const float* out, const float* d_out, const float* inverses,
                                  float* dz, int first, int stride, size_t pitch, Layer layer) {

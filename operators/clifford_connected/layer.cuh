@@ -1,5 +1,5 @@
-// The fully connected layer on Hopper, forward and backward: what it needs besides inputs and
-// outputs, how its kernels are launched, and how the batch is cut into chunks.
+// The fully connected layer on Hopper, forward and backward: its memory beside inputs and outputs,
+// its launches, and how the batch is divided into chunks.
 #pragma once
 
 #include <algorithm>
@@ -10,8 +10,10 @@
 
 namespace operators::clifford_connected {
 
-// The kernels on Hopper, whose operands lie ready in memory: what they need besides inputs and
-// outputs, and how they are launched. The batch goes in chunks whose planes fit into kPlaneBytes.
+// *planes first* or, with kBeside, *planes beside*, forward; or the product of few rows, where that
+// should be faster. The batch goes in chunks of rows, whose planes take up to kPlaneBytes. For each
+// chunk forward() launches make_ready, then the product, then normalize_rest, if some rows' tiles
+// are of several rounds.
 template <typename A, bool kBeside>
 struct Ready {
   static constexpr size_t kPlaneBytes = 1 << 30;
@@ -32,11 +34,14 @@ struct Ready {
         made(of.workspace.zeros<unsigned>(largest().patches() +
                                           largest().pitch / 64 * A::kGrades)) {}
 
-  // In as few chunks as the planes' memory needs, or in one more if tiles then fit better.
+  // How many rows a chunk has. There are as few chunks as kPlaneBytes allows, about equally long,
+  // or one more if that should take clearly fewer cycles. All but the last have a multiple of 256
+  // rows. A grid has at most 65535 blocks along y, and backward has a row of blocks for each row:
+  // so `most` is at most 255 x 256.
   int rows_at_a_time() const {
     const int batch = of.layer.batch;
     const size_t fit = kPlaneBytes / (sizeof(float) * kPlanes<A> * stride);
-    const int most = std::clamp(static_cast<int>(fit) / 256, 1, 255) * 256;  // rows: a grid's y
+    const int most = std::clamp(static_cast<int>(fit) / 256, 1, 255) * 256;
     const int least = ceil_div(batch, most);
     const auto rows_of = [&](int chunks) {
       return std::min(batch, ceil_div(ceil_div(batch, chunks), 256) * 256);
@@ -74,6 +79,7 @@ struct Ready {
       };
       return Plan{plan_tiles(make), by_rows};
     };
+    // Row by row the norm is easier (see RoundNorm), so that order may take a little longer.
     const Plan by_rows = plan(true), longest_first = plan(false);
     return by_rows.cycles <= 1.02 * longest_first.cycles ? by_rows : longest_first;
   }
@@ -84,7 +90,8 @@ struct Ready {
     unsigned* const counters = made.data() + chunk.patches();
     return {of.out, inverses, squares, chunk, with_tile(plan, order), {counters}};
   }
-  // Before the product come all planes, or those of 256 features of the first round's rows.
+  // Before the product all planes are made, or with `beside` those of 256 features of the first
+  // round's rows.
   PlaneMaker<A> maker(const Chunk& chunk, bool beside) const {
     PlaneMaker<A> result{of.x, of.y, planes, chunk, 1, 0};
     result.together = std::min(norm(chunk).tiles.rows_of_round() / 128, chunk.row_blocks());
@@ -92,8 +99,8 @@ struct Ready {
     result.before = beside ? first : result.units();
     return result;
   }
-  // The planes of a chunk, or those of them that are made before the product, and, with the first
-  // ones, weights.
+  // Launches make_ready. It makes the planes that come before the product and, with those of the
+  // first chunk, rounds and transposes the weights.
   void prepare(const Chunk& chunk, bool beside, bool first, float* plain_weights) const {
     const PlaneMaker<A> planes_of = maker(chunk, beside);
     const int plane_blocks = std::max(planes_of.before / 4, 1);
@@ -127,8 +134,9 @@ struct Ready {
   Memory<unsigned> made;
 };
 
-// Backward begins with the chunk that forward ended with: its planes are still there. The planes'
-// gradients then take their place.
+// Backward begins with the chunk that forward ended with, whose planes are still there. First these
+// are multiplied for dw. Then the planes' gradients are written over them, and taken apart by a
+// kernel of their own. For each other chunk make_ready makes the planes again.
 template <typename A, bool kBeside>
 struct ReadyBackward {
   ReadyBackward(const Ready<A, kBeside>& ready, const CliffordGradients& gradients)
@@ -139,7 +147,8 @@ struct ReadyBackward {
         partials(d.dw),
         plan_planes(plan_tiles(plane_work(forward.largest()))),
         plan_weights(plan_tiles(weight_work(forward.largest()))) {
-    // Where tiles are few, clusters share the rows of one: if that saves more than adding up costs.
+    // Where tiles are few, clusters share the rows of one. As partial sums have to be added up, a
+    // greater number of shares has to save more than a tenth of the cycles.
     const int most = std::min(8, forward.chunk(last_chunk()).rows / 128);
     int best = 1;
     for (splits = 2; splits <= most; ++splits) {

@@ -1,14 +1,22 @@
-// What stands around the products of the fully connected layer on Hopper: planes, gradients of
-// results and weights in memory, in TF32, and the gradients of x and y from those of the planes.
-// Right factors have k contiguous (operators/product/tf32.cuh); that is why dz is transposed: it is
-// one for the weights' gradients. For the planes' gradients it is a left one, transposed.
+// What comes before and after the products of the fully connected layer on Hopper: kernels that
+// write planes, weights and dz to memory, in TF32; the norm; and dx and dy from the planes'
+// gradients.
 //
-// A chunk of the batch has `rows` rows. Matrices have rows of `pitch` elements for the chunk (rows
-// rounded up to 128), `stride` for features (likewise, or to 32 if there are fewer than 128):
+// wgmma takes a right factor in TF32 only if neighbours along k lie beside each other
+// (operators/product/tf32.cuh), where k is what the product sums over. So the weights are stored
+// transposed. dz is, too: it is the right factor for dw, which sums over the batch. For the planes'
+// gradients it is a transposed left factor.
+//
+// A chunk of the batch has `rows` rows. In memory matrices have rows of `stride` elements for the
+// features (rounded up to 128, or to 32 if there are fewer than 128), or of `pitch` elements for a
+// chunk's rows (rounded up to 128). In 3-D these are
 //
 //     planes  (44 planes, pitch, stride), in the order of Order
-//     dz      (blades, stride, pitch)
-//     w       (20, stride, stride) in the order of Order: transposed; for backward also as it is
+//     dz      (8 blades, stride, pitch)
+//     w       (20 slots, stride, stride), transposed; for backward also as it is
+//
+// For few rows (few_rows.cuh) `pitch` and `stride` are rounded up to 32, and there is also a dz
+// (8 blades, pitch, stride).
 #pragma once
 
 #include "operators/clifford_connected/connected.cuh"
@@ -24,16 +32,20 @@ struct Chunk {
   Layer layer;
   int first, rows, pitch, stride;
   __host__ __device__ size_t matrix() const { return static_cast<size_t>(pitch) * stride; }
-  /// It is divided into patches of 128 rows by 128 features: so many across, down, and in all.
+  /// A *patch* is 128 rows by 128 features of the chunk. Of these a row has slices(), and a column
+  /// has row_blocks().
   __host__ __device__ int slices() const { return ceil_div(stride, 128); }
   __host__ __device__ int row_blocks() const { return ceil_div(pitch, 128); }
   __host__ __device__ int patches() const { return slices() * row_blocks(); }
 };
 
-/// The weights in TF32, in the order of Order: `transposed` (slots, out feature, in feature) and,
-/// unless it is null, `plain` (slots, in feature, out feature). Zeros beyond the features. Rows of
-/// both are in the order of place_of_column(), and so are out features of `plain`, as those of dz.
-/// A block of 128 threads has 32 rows and 128 columns of a matrix, or 32 where there are few.
+/// The weights in TF32, in the order of slots, zeros beyond the features: `transposed` (slots, out
+/// feature, in feature), and for backward `plain` (slots, in feature, out feature), unless it is
+/// null. Rows of both become columns of a result, so they are in the order of place_of_column(). In
+/// `plain` out features are in this order, too, as dz has them so, and the product of both sums
+/// over them. A block has 32 rows and width() columns of a matrix. Its 128 threads read them row by
+/// row into `piece`, in shared memory. A column of `piece` is a row of `transposed`. As a row of
+/// `piece` has 129 elements, a column lies in 32 banks.
 template <typename A>
 struct WeightTransposer {
   using Piece = float[32][128 + 1];
@@ -42,6 +54,7 @@ struct WeightTransposer {
   int features, stride;
   Order<A> order;
 
+  // Short rows are cut into smaller pieces, so that there are more blocks.
   __host__ __device__ int width() const { return stride < 512 ? 32 : 128; }
   __host__ __device__ int blocks() const {
     return A::kTriples * (stride / 32) * (stride / width());
@@ -79,11 +92,12 @@ struct WeightTransposer {
   }
 };
 
-/// Makes the planes of a chunk. A unit is what a warp makes at a time: all planes of a row's 128
-/// features, 4 of them a lane. A patch is 128 units: 128 rows of 128 features. Patches come in
-/// groups of `together` rows of patches, in a group column by column. The first `before` units,
-/// columns of the first group or whole groups, are made before the product, the others beside it;
-/// for these each patch has a counter of the units that are there.
+/// Makes the planes of a chunk. A *unit* is 128 features of one row, in all planes. A warp makes
+/// it: each lane loads 4 features of x and y, all blades, multiplies them in registers, and stores
+/// 16 bytes to each plane. A patch is 128 units. Patches are numbered as they are needed, in groups
+/// of `together` rows of patches, in a group column by column. The first `before` units are made
+/// before the product: all of them, or the first columns of the first group. The others are made
+/// beside it, and for each of their patches a counter says how many units are there.
 template <typename A>
 struct PlaneMaker {
   const float *x, *y;
@@ -92,7 +106,8 @@ struct PlaneMaker {
   int together, before;
 
   __host__ __device__ int units() const { return chunk.patches() * 128; }
-  /// The first patch of a row of patches, and how many on its next one is.
+  /// The number of the first patch in row `block` of patches, and how much greater that of the next
+  /// one in this row is.
   __device__ int first_patch(int block) const {
     return block / together * together * chunk.slices() + block % together;
   }
@@ -100,8 +115,8 @@ struct PlaneMaker {
     return min(together, chunk.row_blocks() - block / together * together);
   }
 
-  /// Unit u of those before the product. There nobody waits for a patch, and rows are whole:
-  /// neighbouring warps write what lies together.
+  /// Makes unit u of those before the product. No copies wait for their patches. So they are
+  /// numbered along the rows, and neighbouring warps write what lies side by side.
   __device__ __forceinline__ void make_before(int u) const {
     if (u >= before) return;
     const int wide = min(chunk.slices(), before / (together * 128));
@@ -109,11 +124,12 @@ struct PlaneMaker {
     Unit unit = load(u / wide, u % wide);
     make(unit);
   }
-  /// The other units that are this warp's, of `warps`. A warp reports a unit only when it has begun
-  /// to load the next one's x and y: it waits for its writes and those loads at the same time. The
+  /// Makes this warp's share of the other units; `warps` share them. In each pass a warp first
+  /// starts to load x and y of a unit (with 4 blades of two), then reports the previous unit, then
+  /// makes this one. Before it reports it waits for its writes, and meanwhile the loads arrive. The
   /// fence is for the copy engine, which will read the planes.
   __device__ __forceinline__ void make_beside(int warp, int warps, const Progress& progress) const {
-    constexpr int kAtOnce = A::kBlades > 4 ? 1 : 2;  // rows: as many as registers hold
+    constexpr int kAtOnce = A::kBlades > 4 ? 1 : 2;  // units, of neighbouring rows
     const auto tell = [&](int patch) {
 #if HOPPER_CODE
       global_fence();
@@ -167,8 +183,8 @@ struct PlaneMaker {
   }
 };
 
-/// What comes before the product: the first `plane_blocks` blocks make planes, the others transpose
-/// weights.
+/// The kernel before the product. Each of the first `plane_blocks` blocks makes four units, one a
+/// warp. Each other block transposes a piece of w. Block 0 also sets the counters to 0.
 template <typename A>
 __global__ void __launch_bounds__(128, A::kBlades > 4 ? 5 : 8)
     make_ready(const __grid_constant__ PlaneMaker<A> maker, int plane_blocks,
@@ -187,7 +203,7 @@ __global__ void __launch_bounds__(128, A::kBlades > 4 ? 5 : 8)
   }
 }
 
-/// out = z / rms(z) of a row and a grade c, by a warp, in place; keeps 1 / rms.
+/// A warp scales one row of grade c in place: out = z / rms(z). It keeps 1 / rms for backward.
 template <typename A, int c, int W>
 __device__ __forceinline__ void normalize_grade_of_row(float* out, float* inverses, int n,
                                                        const Layer& layer) {
@@ -213,14 +229,15 @@ __device__ __forceinline__ void normalize_grade_of_row(float* out, float* invers
   });
 }
 
-/// The order in which clusters take the tiles of z. A tile has `tile_rows` rows and `tile_cols`
-/// features of a blade. Tiles of the scalar and of the last blade have few steps, the others many.
-/// With `by_rows` a round has all tiles of as many rows as there are clusters for, and from round
-/// to round other clusters get the short tiles. Without it all long tiles come first: that is
-/// better where `by_rows` leaves clusters without work, or gives a cluster long tiles only.
+/// The tile scheduler: which tiles of z the clusters take, and in which order. A tile has
+/// `tile_rows` rows and `tile_cols` features of one blade. Tiles of the scalar and of the last
+/// blade are the short ones, since their grades have fewer slots. There are two orders. Row by row
+/// (by_rows) a round has all tiles of as many rows as there are clusters for, and after every two
+/// rounds other clusters get the short tiles. Or all long tiles come before the short ones. That is
+/// better where row by row some clusters would have no work, or would have long tiles only.
 template <typename A>
 struct TileOrder {
-  static constexpr int kLong = A::kBlades - 2;
+  static constexpr int kLong = A::kBlades - 2;  ///< blades with long tiles
   int tile_rows, tile_cols;
   bool by_rows;
   int row_tiles, cols;
@@ -236,12 +253,12 @@ struct TileOrder {
     by_rows = rows_first && clusters >= of_row;
     turns = {tiles, std::min(tiles, by_rows ? clusters / of_row * of_row : clusters)};
   }
-  /// The rows that a round begins with.
+  /// The rows that the first round has.
   __host__ int rows_of_round() const {
     return ceil_div(turns.clusters, (by_rows ? A::kBlades : kLong) * cols) * tile_rows;
   }
 
-  /// The first row and feature.
+  /// The tile's first row, its blade, and its first feature.
   struct Place {
     int row, blade, col;
   };
@@ -255,12 +272,14 @@ struct TileOrder {
     return {tile / of_row * tile_rows, i < kLong ? i + 1 : (i - kLong) * (A::kBlades - 1),
             at % cols * tile_cols};
   }
-  /// The same number for all tiles of some rows and a grade.
+  /// The same number for all tiles of the same rows and grade.
   __host__ int group(int tile) const {
     const Place at = place(tile);
     return at.row * A::kGrades + A::kTables.grade[at.blade];
   }
-  /// Whether all tiles of a row and `count` blades, those of a grade, are of one round.
+  /// Whether all tiles are of one round that have this row and one of the `count` blades from
+  /// `blade` on, which are those of a grade. They have neighbouring numbers, so the first and the
+  /// last one of them decide.
   __host__ __device__ bool together(int row, int blade, int count) const {
     if (by_rows) return true;
     row /= tile_rows;
@@ -270,18 +289,21 @@ struct TileOrder {
   }
 };
 
-/// The norm of rows and grades whose tiles are all of one round. A warpgroup keeps its sums of z in
-/// registers, leaves its rows' sums of squares in memory, counts itself, and waits until all tiles
-/// are counted. Then it scales its sums, so that z is never in memory. Nobody waits forever: all
-/// clusters are on the device at the same time, each has one tile of a round, and a warpgroup that
-/// waits has given back its stages before.
+/// The norm. That of a row is over all features and over the blades of a grade, which are in tiles
+/// of several clusters. If all of these tiles are of one round, a warpgroup keeps its sums of z in
+/// registers, leaves its rows' sums of squares in memory, adds 1 to a counter, and waits until all
+/// tiles have done so. Then it scales its sums, so that z is never in memory.
+///
+/// Nobody waits forever: all clusters are on the device at the same time, each has one tile of a
+/// round, and a warpgroup that waits has given back its stages before. Rows whose tiles are of
+/// several rounds are written without the norm; normalize_rest scales them.
 template <typename A>
 struct RoundNorm {
   float *out, *inverses;
-  float* squares;  ///< of the chunk's rows, for each blade and tile's features
+  float* squares;  ///< a sum for each row of the chunk, each blade and each column of tiles
   Chunk chunk;
   TileOrder<A> tiles;
-  Progress there;  ///< for each 64 rows and grade: how many tiles' sums
+  Progress there;  ///< for each 64 rows and grade: how many tiles' sums are in `squares`
   Order<A> order = {};
 
   __host__ __device__ bool together(int row, int c) const {
@@ -295,7 +317,8 @@ struct RoundNorm {
     return all;
   }
 #if HOPPER_CODE
-  /// A warpgroup scales its 64 rows, from `row` on, of a tile, whose first feature is `col`.
+  /// A warpgroup scales its 64 rows, from `row` on, of a tile, whose first feature is `col`. Four
+  /// lanes that are neighbours have the same two rows.
   template <int kCols>
   __device__ __forceinline__ void scale(Sum<kCols>& sum, int row, int col, int blade, int c,
                                         int barrier) const {
@@ -339,7 +362,7 @@ struct RoundNorm {
   }
 
  private:
-  /// The sums of four neighbouring lanes, which have the same two rows.
+  /// Adds up over four neighbouring lanes.
   __device__ static void add_up_four(float (&sums)[2]) {
 #pragma unroll
     for (int i = 0; i < 2; ++i) {
@@ -347,8 +370,8 @@ struct RoundNorm {
       sums[i] += __shfl_xor_sync(0xffffffffu, sums[i], 2);
     }
   }
-  /// The squares of this thread's elements in `inside` columns, as store_sum() has them, of its two
-  /// rows, and those of the three other threads that have these rows.
+  /// Adds up the squares in the columns before `inside`, for the two rows of four lanes. Columns
+  /// are counted from the lane's own first one, in the order in which store_sum() stores them.
   template <int kCols>
   __device__ __forceinline__ static void add_squares(const Sum<kCols>& sum, int inside,
                                                      float (&sums)[2]) {
@@ -362,8 +385,8 @@ struct RoundNorm {
 #endif
 };
 
-/// The norm of the rows and grades whose tiles are of several rounds: a warp has a row and a grade.
-/// The last rows come first, which are still in the cache.
+/// The norm of the rows and grades whose tiles are of several rounds. A warp scales one row of one
+/// grade in place, and keeps 1 / rms. The last rows come first, which are still in the cache.
 template <typename A, int W>
 __global__ void __launch_bounds__(128) normalize_rest(const __grid_constant__ RoundNorm<A> norm) {
   const int u = blockIdx.x * 4 + threadIdx.x / 32, n = norm.chunk.rows - 1 - u / A::kGrades;
@@ -390,9 +413,11 @@ struct ResultFactors {
   float products[kResultThreads / 32];
   float2 factors[kResultRows];
 };
-/// dz of 8 rows and one grade c a block, in TF32, transposed: with out = r z, dz = r d_out - r out
-/// mean(d_out out). Two warps add up a row, W neighbours at a time; then a thread has 8 rows of a
-/// feature, which is a whole sector of dz. What is read again is still in the cache.
+/// A block writes dz of 8 rows and one grade c, in TF32 and transposed. As out = r z, dz = r d_out
+/// - r out mean(d_out out). Two warps add up a row, each lane W features at a time. Then a thread
+/// has 8 rows of a feature. In dz these are 32 neighbouring bytes, a sector, the least that memory
+/// writes at once. The second reads hit a cache. Features become columns of dw, so they are in the
+/// order of place_of_column().
 template <typename A, int c, int W>
 __device__ __forceinline__ void transpose_grade(const float* out, const float* d_out,
                                                 const float* inverses, float* transposed,
@@ -471,16 +496,17 @@ __global__ void __launch_bounds__(kResultThreads, 2)
   });
 }
 
-/// From the planes' gradients d those of x and y. With x' = x gate(x_0), y' likewise, g and h the
-/// gates: S_i = sum of sign y_j d, dx_i = g h S_i, and dx_0 has gate'(x_0) h (sum of x_i S_i)
-/// besides; dy likewise.
+/// dx and dy from the planes' gradients d. With g = gate(x_0) and h = gate(y_0) a plane is a sum of
+/// terms sign g x_i h y_j. Let S_i be the sum of sign y_j d_k over the terms with x_i. As a factor
+/// of these terms x_i has the gradient g h S_i. But x_0 is in g as well, which is a factor of all
+/// terms. So dx_0 has gate'(x_0) h (sum of x_i S_i) besides. dy is computed likewise.
 template <typename A>
 struct PlaneTaker {
   const float *x, *y, *d;
   float *dx, *dy;
   Chunk chunk;
 
-  /// W features of a row, from f on.
+  /// Takes W features of a row, from f on.
   template <int W>
   __device__ __forceinline__ void take(int row, int f) const {
     const Layer& layer = chunk.layer;

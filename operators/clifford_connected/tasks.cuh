@@ -1,5 +1,6 @@
 // The three products of the fully connected layer on Hopper, *planes first* and *planes beside*:
-// what a tile is, which factors it loads, and where its sum goes. A Task of tf32_product.cuh each.
+// what a tile is, which factors it loads, and where its sum goes. Each is a Task of
+// tf32_product.cuh.
 #pragma once
 
 #include <algorithm>
@@ -11,12 +12,13 @@ namespace operators::clifford_connected {
 using namespace primitives;
 using namespace clifford;
 
-// z of a chunk, and its norm. Left factor: planes; right: weights (slot, out feature, in feature).
+// z of a chunk, and its norm. The left factor is the planes, the right one the `transposed` weights
+// (slot, out feature, in feature).
 template <typename A, class Tile_, bool kBeside>
 struct Forward {
   using Tile = Tile_;
   static constexpr bool kHelped = kBeside;
-  static constexpr bool kWaits = true;  ///< tiles of a round for each other, or for planes
+  static constexpr bool kWaits = true;  ///< for planes, and at a tile's end for other tiles
   PlaneMaker<A> maker;
   RoundNorm<A> norm;
   Progress progress;
@@ -25,7 +27,7 @@ struct Forward {
   Forward(const PlaneMaker<A>& planes, const RoundNorm<A>& round, unsigned* made)
       : maker(planes), norm(round), progress{made, maker.before / 128}, turns(norm.tiles.turns) {}
 
-  // A tile has rows of one blade; its sum goes over the triples of the blade's grade.
+  // A tile has one blade of some rows. Its sum goes over the triples of the blade's grade.
   struct Place {
     int row, blade, col, grade, end, pairs;
     static constexpr int begin = 0;
@@ -45,15 +47,15 @@ struct Forward {
   }
   __device__ void help(int warp, int warps) const { maker.make_beside(warp, warps, progress); }
 #if HOPPER_CODE
-  // Until the planes of the next 128 features are there.
+  // At every fourth step, where a patch begins, waits until the planes of this patch are there.
   __device__ void wait(const Place& at, int step) const {
     const int block = at.row / 128;
     if (at.row >= maker.chunk.pitch || step % 4 != 0) return;
     progress.wait(maker.first_patch(block) + step / 4 * maker.next_patch(block), 128);
     global_fence();  // between the makers' writes and the copy engine's reads
   }
-  // Pair i is, of the grade's triple i, the plane of the tile's blade, and the weights. A block
-  // whose rows are beyond the chunk's reads zeros: what is beyond the last plane.
+  // Pair i is the plane of the tile's blade, and the weights, of the grade's triple i. A block
+  // whose rows are beyond the chunk's asks for a plane beyond the last one, so zeros come.
   template <class Copy>
   __device__ void load(const Copy& copy, const Place& at, int i, int k) const {
     const Chunk& chunk = maker.chunk;
@@ -64,7 +66,7 @@ struct Forward {
     copy.left(plane * chunk.pitch + at.row, k);
     copy.right((order.slot[c] + i) * chunk.stride + at.col, k);
   }
-  // When a tile is multiplied: the norm, if it is to be had here, and z.
+  // Scales the sum if its rows' tiles are of one round, and stores it.
   __device__ void store(Sum<Tile::BN>& sum, const Place& at, int row0) const {
     normalize(sum, at, row0);
     write(sum, at, row0);
@@ -85,8 +87,8 @@ struct Forward {
 #endif
 };
 
-// The planes' gradients of a chunk, dz_k w[t]^T: left factor dz, transposed; right: weights (slot,
-// in feature, out feature). A tile has rows of one plane.
+// The planes' gradients of a chunk, dz_k w[t]^T. The left factor is dz, which is stored transposed,
+// the right one the `plain` weights (slot, in feature, out feature). A tile is a part of one plane.
 template <typename A, class Size>
 struct PlaneGradients {
   using Tile = typename Size::Transposed;
@@ -131,8 +133,9 @@ struct PlaneGradients {
 #endif
 };
 
-// dw[t] of a chunk, the sum of P_t,k^T dz_k over its rows and the blades k: left factor planes,
-// transposed; right: dz. Where there are few tiles, `splits` clusters share the rows of one.
+// dw[t] of a chunk, the sum of P_t,k^T dz_k over its rows and the blades k. The left factor is the
+// planes, read transposed, the right one is dz. Where tiles are few, `splits` clusters share the
+// rows of one: each leaves a partial sum.
 template <typename A, class Size>
 struct WeightGradients {
   using Tile = typename Size::Transposed;
@@ -140,7 +143,7 @@ struct WeightGradients {
   Chunk chunk;
   float* dw;  // or partial sums, one after the other
   int splits, row_tiles, cols;
-  bool adds;
+  bool adds;  // to what an earlier chunk has left
   Turns turns;
   Order<A> order;
 
@@ -156,12 +159,13 @@ struct WeightGradients {
   }
   __host__ __device__ int features() const { return chunk.layer.features; }
 
-  // Of a slot, and of rows of a share. The pairs are planes of the slot and dz of their blades:
-  // `plane` and `blade` are the first of them.
+  // A tile's slot, its share of the rows, and where it is in the matrix. The pairs are the slot's
+  // planes and dz of their blades, of which `plane` and `blade` are the first.
   struct Place {
     int slot, split, row, col, plane, blade, begin, end, pairs;
   };
-  // Slots whose grade has the most blades first: all but those of the scalar and of the last one.
+  // First come the slots whose grade has the most blades: all but those of the first and the last
+  // grade, which have one blade.
   __host__ __device__ Place place(int tile, int rank) const {
     const int after = order.slot[A::kGrades - 1], first = order.slot[1];
     const int i = tile / (splits * row_tiles * cols);

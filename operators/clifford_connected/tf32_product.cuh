@@ -1,19 +1,23 @@
 // What the products of the fully connected layer on Hopper have in common. Their factors lie in
 // memory (operators/product/tf32.cuh). A tile of a result is a sum of products of several pairs of
-// matrices, and clusters take the tiles in turn: TilesInTurn is such a Work of product.cuh. A Task
-// says what is multiplied, and for what:
+// matrices, and clusters take the tiles in rounds. TilesInTurn is the Work of such a product
+// (operators/product/product.cuh). A Task says what is multiplied, and for what:
 //
-//     Tile                           a Tf32Tile
-//     turns                          which tiles clusters take
-//     place(tile, rank)              where a tile is, `at`. Of at.pairs pairs of matrices the steps
-//                                    at.begin to at.end - 1, of 32 along k each, are multiplied
-//     load(copy, at, i, k)           copy.left(row, k) and copy.right(col, k): where pair i is
-//     store(sum, at, row)            takes 64 rows of the result, from `row` of the tile on
-//     kStoreSteps                    if that takes long: as long as so many steps
-//     group(tile)                    if tiles wait for one another: the same number for those
-//     kHelped                        three warps of each block do something beside the product:
-//     help(warp, warps)              what they do
-//     wait(at, step)                 until that is done which a step needs
+//     Tile                  a Tf32Tile
+//     turns                 which tiles the clusters take
+//     place(tile, rank)     where a tile is, `at`. Of at.pairs pairs of matrices the steps
+//                           at.begin to at.end - 1 are multiplied, 32 of k each
+//     load(copy, at, i, k)  calls copy.left(row, k) and copy.right(col, k): where pair i is
+//     store(sum, at, row)   takes 64 rows of the result, from `row` of the tile on
+//     kHelped               whether three warps of each block do something beside the product
+//
+// Some Tasks have more:
+//
+//     help(warp, warps)     if kHelped: what these warps do
+//     wait(at, step)        if kHelped: waits until what a step needs is there
+//     kWaits                blocks wait for one another
+//     group(tile)           the same number for tiles that wait for one another at their end
+//     kStoreSteps           to store a tile takes about as long as so many steps
 #pragma once
 
 #include <algorithm>
@@ -28,13 +32,13 @@ namespace operators::clifford_connected {
 using namespace primitives;
 using namespace clifford;
 
-/// Counters in memory. Whoever has written something increments one; whoever reads it waits until
-/// the counter has a certain value.
+/// Counters in memory. Threads that have written something add to one, and those that read it wait
+/// until the counter is high enough.
 struct Progress {
   unsigned* done;  ///< the counters
-  int before = 0;  ///< so many of them, the first ones, count what is there before the launch
+  int before = 0;  ///< the first so many counters are of what is there before the launch
 
-  /// One thread calls this, after a barrier among all who have written.
+  /// One thread calls this, after a barrier of all threads that have written.
   __device__ void add(int counter, unsigned count = 1) const {
     GridCount(done[counter]).fetch_add(count, cuda::memory_order_release);
   }
@@ -45,13 +49,14 @@ struct Progress {
   }
 };
 
-/// Tiles that clusters take in turn, every other round from the last cluster to the first one: with
-/// the longest tiles first, who had one of the long ones then has one of the short ones. Other
-/// clusters, if there are more, take none.
+/// Clusters take tiles in rounds, in each round one tile a cluster. Every other round goes from the
+/// last cluster to the first one. So if the longest tiles come first, a cluster with one of the
+/// longest in a round has one of the shortest in the next. Clusters of a launch beyond `clusters`
+/// have none.
 struct Turns {
   int tiles, clusters;
   int rounds() const { return ceil_div(tiles, clusters); }
-  /// At least `tiles` where there is none.
+  /// The cluster's tile in this round; if it has none, a number from `tiles` on.
   __host__ __device__ int tile(int round, int cluster) const {
     if (cluster >= clusters) return tiles;
     return round * clusters + (round % 2 == 0 ? cluster : clusters - 1 - cluster);
@@ -68,8 +73,9 @@ struct Turns {
     }
   };
 #endif
-  /// Steps until the last cluster is done, if tile i has steps(i). Tiles of a round that have the
-  /// same group(i) wait for one another at their end; counted as if these were always neighbours.
+  /// How many steps it takes until the last cluster is done, if tile i has steps(i). Tiles of a
+  /// round that have the same group(i) wait for one another at their end. They are counted as if
+  /// they were always neighbours.
   template <typename Steps, typename Group>
   int64_t most(Steps steps, Group group) const {
     std::vector<int64_t> sums(static_cast<size_t>(clusters));
@@ -91,16 +97,16 @@ struct Turns {
   }
 };
 
-/// A right factor's rows, which are columns of the result, are stored in this order: wgmma gives a
-/// thread columns 2 t and 2 t + 1 of each 8, t = 0 to 3. Of each 16 the four that it has are to be
-/// neighbours, so that it can store 16 bytes.
+/// Where column `col` of a result stands among the rows of the right factor. Of each 16 columns of
+/// a sum wgmma gives a thread four, such as columns 0, 1, 8 and 9. In this order a thread's four
+/// are four neighbouring columns of the result, 16 bytes.
 __host__ __device__ constexpr int place_of_column(int col) {
   return col / 16 * 16 + col % 4 / 2 * 8 + col % 16 / 4 * 2 + col % 2;
 }
 
 #if HOPPER_CODE
 /// Stores a warpgroup's sum to (row0, col0) of a row-major matrix (rows, cols), `stride` elements a
-/// row, or adds it to what is there.
+/// row, or adds it to what is there. A thread has four neighbours of each 16 columns.
 template <class Tile>
 __device__ __forceinline__ void store_sum(const typename Tile::TileSum& sum, float* to, int row0,
                                           int col0, int rows, int cols, int stride, bool add) {
@@ -132,10 +138,11 @@ __device__ __forceinline__ void store_sum(const typename Tile::TileSum& sum, flo
 }
 #endif
 
-/// The Work of a Task. Launched with Tile::kBlocks blocks for each cluster of `turns`, or with more
+/// The Work of a Task. A launch has Tile::kBlocks blocks for each cluster of `turns`, or more
 /// blocks, which only help. Tiles may wait for helpers, and at their end for other tiles of the
-/// same round. Helpers wait for nobody, and a cluster has at most one tile of a round. So all
-/// blocks end if all run at the same time: the grid is at most as large as the device.
+/// same round. Helpers wait for nobody, and a cluster has at most one tile of a round. So nobody
+/// waits forever if all blocks run at the same time: a launch has at most as many as the device
+/// holds.
 template <class Task>
 struct TilesInTurn {
   using Tile = typename Task::Tile;
@@ -177,7 +184,7 @@ struct TilesInTurn {
     }
   };
 
-  /// At each step along k all pairs come, one after another.
+  /// At each step along k the stages of all pairs come, one after another.
   class Copies {
    public:
     __device__ Copies(const TilesInTurn& of, const Grid& blocks)
@@ -236,19 +243,20 @@ struct TilesInTurn {
 #endif
 };
 
-/// Large tiles of two blocks, or small ones where these would leave multiprocessors without work.
-/// (Forward, four blocks, which fetch a quarter less, were 2 to 25 % slower where large tiles are.)
+/// Large tiles are those of two blocks with 256 columns, small ones those of one block with 128.
 using LargeTile = product::Tf32Tile<256, 2>;
 using SmallTile = product::Tf32Tile<128, 1>;
 struct TilePlan {
   bool large;
   int clusters;   ///< that the device holds
-  double cycles;  ///< of the multiprocessor that has the most to do
+  double cycles;  ///< of the cluster that has the most to do
 };
 
-/// The faster tile for make(LargeTile(), clusters) or make(SmallTile(), clusters), which are the
-/// same Task; `clusters`: how many the device holds. A step of a large tile takes 1024 cycles; of a
-/// small one the tensor cores take 512, the copy engine 620.
+/// The tile that should take fewer cycles. make(tile, clusters) makes the Task; `clusters`: how
+/// many the device holds. A step of a large tile takes the tensor cores 1024 cycles, one of a small
+/// tile 512. But in both a block fetches 32 KB for a step, and for a small one that takes longer
+/// than 512 cycles: how long is an estimate. So small tiles are better only where large ones leave
+/// multiprocessors without work.
 template <typename Make>
 TilePlan plan_tiles(Make make) {
   const auto plan = [&](auto tile, double cycles) {
@@ -282,8 +290,8 @@ auto with_tile(const TilePlan& plan, Visit visit) {
   return plan.large ? visit(LargeTile()) : visit(SmallTile());
 }
 
-/// A factor in memory: (rows, cols), row-major. Or it is several such matrices, of any fp32, which
-/// the copy engine rounds on the way.
+/// A factor in memory: (rows, cols), row-major, in TF32. Or it is several such matrices in fp32,
+/// which the copy engine rounds on the way.
 struct Tf32Factor {
   const float* data;
   int64_t rows, cols, matrices = 1;
