@@ -1,4 +1,5 @@
-// softmax(x W) of few rows, or few columns, on Hopper: the blocks of a cluster share D.
+// softmax(x W) of few rows, or few columns, on Hopper: split-K over the blocks of a cluster. The
+// idea is that of lesson 9's *fused tensor cores*.
 #pragma once
 
 #include "operators/softmax/layer.cuh"
@@ -8,21 +9,21 @@
 
 namespace operators::softmax {
 
-// A block's shared memory. kSplits blocks are a cluster and share D. The kDepth inputs of a chunk
-// are taken at a time. kHighLow: a factor is the sum of two TF32 numbers.
+// A block's shared memory. The kSplits blocks of a cluster share D. A block takes a chunk of kDepth
+// inputs at a time.
 template <Math kMath, int kSplits, int kRows, int kClasses, int kDepth>
 struct ClusterShared {
   static constexpr bool kHighLow = kMath == Math::split;
   static constexpr int kOwnRows = kRows / kSplits;  // that a block finishes
   static_assert(kRows % kSplits == 0 && kDepth % 32 == 0);
-  // How many floats of a row one block sends to another: the row's columns, and some padding, so
-  // that 4 rows start on different banks. It is a multiple of 4, as the copy engine needs it.
+  // How many floats of a row one block sends to another: the columns, and padding, so that the 4
+  // rows of a warp's store start on different banks. The copy engine needs a multiple of 4.
   static __host__ __device__ constexpr int stride(int C) {
     return ((C < kClasses ? C : kClasses) + 7) / 8 * 8 + 4;
   }
   static constexpr int kBoxes = kDepth / kLine<float>;
   using Boxes = ColumnTile<float, kRows>[kBoxes];
-  // x rounded to TF32; in 3xTF32 also what the rounding has left, as a second TF32 number.
+  // In TF32 x[0] is x, rounded. In 3xTF32 x[0] is `high`, x[1] is `low`.
   Boxes x[kHighLow ? 2 : 1];
   // What goes to each other block of the cluster, and what comes from each: kOwnRows rows that are
   // stride(C) floats apart. A block's own sums stay in its outbox.
@@ -33,8 +34,8 @@ struct ClusterShared {
 };
 
 #if HOPPER_CODE
-// Writes a block's partial sums into its outbox: for each block of the cluster those of the rows
-// that this block will finish.
+// Writes a block's partial sums into its outbox: for each block of the cluster those of its rows.
+// Elements e and e + 2 of a thread are its two columns of one row.
 template <class Shared, int kRows>
 __device__ void put_in_outbox(Shared& shared, const Sum<kRows>& sum, int col, int stride) {
 #pragma unroll
@@ -72,20 +73,19 @@ __device__ void finish_cluster_rows(const Shared& shared, int row0, int rank, in
 }
 #endif
 
-// As in all_columns() (tiles.cuh), D is split over blocks that share kRows rows. There their
-// partial sums go through the L2 cache to the block that comes last. Here the blocks are a cluster,
-// and can write into each other's shared memory. Each of the kSplits blocks finishes its share of
-// the rows, and the others push their partial sums of that share into its inbox.
+// As in all_columns() (tiles.cuh) several blocks share D. There their partial sums go through the
+// L2 cache to the block that comes last. Here the blocks are a cluster, and write into each other's
+// shared memory (distributed shared memory). Each of the kSplits blocks finishes its share of the
+// kRows rows, and the others push their partial sums of that share into its inbox, by one copy from
+// each.
 //
 // If there are more than kClasses classes, a cluster computes a tile of so many columns, and
-// another kernel finishes the rows. (To exchange maxima and sums here, as ExchangedSoftmax does,
-// took longer than a softmax kernel whose launch is early.)
+// another kernel finishes the rows.
 //
-// The product is transposed (operators/softmax/transposed_product.cuh): x^T comes from shared
-// memory, W^T from registers. No other thread of the block needs the same elements of W. So they go
-// from memory straight to the registers, all of a chunk of kDepth inputs at once. wgmma ignores the
-// bits that TF32 does not have, so it would truncate x; hence the copy engine rounds x on the way
-// to shared memory.
+// The product is transposed (transposed_product.cuh): x^T comes from shared memory, W^T from
+// registers. An element of W is needed by one thread of the block only. So W goes from memory
+// straight to the registers, all of a chunk at once. wgmma would truncate what is no TF32 number.
+// So in TF32 the copy engine rounds x on the way to shared memory, and each thread rounds its W.
 template <Math kMath, int kSplits, int kRows, int kClasses, int kDepth>
 __global__ void HOPPER_CLUSTER(kSplits) __launch_bounds__(2 * kClasses, 1)
     cluster_columns(const __grid_constant__ CUtensorMap x, const float* W, int B, int D, int C,
@@ -186,10 +186,10 @@ Plan plan_cluster(const Layer& layer) {
   return {{microseconds, microseconds}, layer.x_stride % 4 != 0, false, make};
 }
 
-// The sizes of clusters and tiles. With few rows D is split over more blocks. With many rows, or
-// many columns, a tile has 64 rows. Between them it has 40: then 1024 rows are as many clusters of
-// 4 blocks as fit at a time. In 3xTF32 W takes twice the registers, so fewer inputs are taken at a
-// time, by more blocks.
+// The sizes of clusters and tiles. With few rows a tile has 16 rows, and with many rows, or many
+// columns, it has 64. In both cases 8 blocks share D. Between them, in TF32, it has 40 rows, and 4
+// blocks share D: then 1024 rows are 26 clusters. In 3xTF32 W takes twice the registers. So there a
+// block takes fewer inputs at a time, and 8 blocks share D for 80 rows.
 template <Math kMath, int kClasses>
 Plan choose_cluster(const Layer& layer) {
   constexpr bool kHighLow = kMath == Math::split;

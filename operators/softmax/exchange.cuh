@@ -1,23 +1,23 @@
 // The operator's *exchange*: softmax(x W) in one launch, for any shape. It has the idea of lesson
-// 9's kernel *fused specialized*, in tiles of many sizes and for rows that start anywhere. Its
-// product is that of operators/product/product.cuh, transposed.
+// 9's *fused specialized*, with tiles of many sizes and for rows that start anywhere. Its product
+// is that of operators/product/product.cuh, transposed.
 //
-// The problem: to finish its part of a row a block needs the row's maximum and sum, and these are
-// known only when all parts of the row have been multiplied. In *online tiles* each block therefore
-// writes its logits, and they are read again. Here a row's blocks run at the same time. Each keeps
-// its logits in registers, posts the maximum and the sum of its part in memory, waits until the
-// others have, and writes probabilities, once. A row of one block waits for nobody.
+// To finish its part of a row a block needs the row's maximum and sum, which are known only when
+// all parts of the row have been multiplied. In *online tiles* each block therefore writes its
+// logits, and they are read again. Here a row's blocks run at the same time. Each keeps its logits
+// in registers, posts the maximum and the sum of its part in memory, waits until the others have,
+// and writes probabilities, once. If one block has a whole row, it waits for nobody.
 //
 // Two things may be in the way:
 //   - A row has more blocks than can run at a time, or so many that to write logits should take
 //     less time. Then the blocks write logits, and a second kernel finishes the rows: half fused.
 //   - Few rows or few columns are few tiles. For example, 2048 x 300 logits are 24 tiles of 256 x
-//     128, and most of the GPU would look on. Then D is cut into slices. A block has one slice of a
-//     tile, and the softmax adds up the slices as it reads them.
+//     128, and most multiprocessors would have nothing to do. Then there is split-K: D is cut into
+//     slices, a block has one slice of a tile, and the softmax adds up the slices as it reads them.
 //
-// The product is transposed, as in the operator's *cluster* (cluster.cuh; transposed_product.cuh
-// says how). There the warps load W from memory to registers themselves, and wait for it. Here W
-// comes through the stages as well, and from there to registers, a step ahead (Reader::take_ahead).
+// The product is transposed (transposed_product.cuh), as in the operator's *cluster* (cluster.cuh).
+// There the warps load W from memory to registers themselves, and wait for it. Here W comes through
+// the stages as well, and from there to registers, a step ahead (Reader::take_ahead).
 #pragma once
 
 #include <algorithm>
@@ -35,23 +35,24 @@ using namespace primitives;
 // ---- Factors and tiles --------------------------------------------------------------------------
 
 // A tile of a W whose rows start anywhere: 32 rows of kColumns columns. The copy engine needs rows
-// that start at multiples of 16 bytes. So W is taken for four matrices. Matrix i has the rows i, i
-// + 4, i + 8 and so on, each from the last multiple of 16 bytes before it on.
+// that start at multiples of 16 bytes. So W is described as four matrices. Matrix i has the rows i,
+// i + 4, i + 8 and so on, each from the last multiple of 16 bytes before it on.
 //
-// Of each matrix comes a box of 8 rows, which has the tile's columns and more. Lanes read four
-// neighbouring rows of W at a time, one of each box. So that these lie in different banks, the box
-// of matrix i starts 8 * i columns early. (They do so nearly: because of the multiples of 16 bytes
-// up to 3 columns more are early.) docs/softmax.md has an example, "Rows that are not aligned".
+// A copy brings a box of 8 rows of one matrix, with the tile's columns and some more. Lanes read
+// four neighbouring rows of W at a time, one of each box. The box of matrix i starts 8 * i columns
+// early, so that these rows lie in different banks. (That is so nearly: because of the multiples of
+// 16 bytes up to 3 columns more are early.) docs/softmax.md has an example, "Rows that are not
+// aligned".
 template <int kColumns>
 struct LooseTileOfW {
   static constexpr int kBoxes = 4, kBoxRows = kLine<float> / kBoxes, kPitch = kColumns + 28;
   float boxes[kBoxes][kBoxRows * kPitch];
 #if HOPPER_CODE
-  // Which of 64 columns element i of a thread's sum is: the one that wgmma gives it. So 8 lanes
-  // read, and in the end write, what lies together.
+  // The column, of 64, of element i of a thread's sum: the one that wgmma gives it. So 8 lanes read
+  // neighbours, and in the end write neighbours.
   __device__ static int row(int i) { return Sum<8>::row(i); }
-  // Loads a thread's fragments of 64 columns, from `col` on. Row 0 of W stands `before` rows
-  // further down in the tile.
+  // Loads a thread's fragments of 64 columns, from `col` on. In the tile, row 0 of W is row number
+  // `before`.
   __device__ LeftFragments<float> load_fragments(int col, int before, int C) const {
     const int t = threadIdx.x % 4, start = ((t - before) & 3) * (C % 4) % 4;
     const float* from = boxes[t] + 8 * t + start + col + row(0);
@@ -70,9 +71,9 @@ struct LooseTileOfW {
 
 // Sums of kRows rows of x with kColumns columns of W, 128 or 192, in steps of 32 along D. A block
 // is a producer warpgroup, and two or three consumers of 64 columns each. The kPeers blocks of a
-// cluster (1 to 3) have the same rows of x, and each fetches some boxes of them for all. kAligned:
-// rows of W start at multiples of 16 bytes. In 3xTF32 x is split into two tiles; the producer's
-// other warps do that.
+// cluster (1 to 3) have the same rows of x: each fetches some of the boxes, and multicasts them to
+// all. kAligned: rows of W start at multiples of 16 bytes. In 3xTF32 the producer's other warps
+// split x into two tiles.
 template <Math kMath_, int kRows_, int kColumns_, int kPeers_, bool kAligned_>
 struct ExchangeTile : product::Warpgroups<kColumns_ / 64> {
   static constexpr Math kMath = kMath_;
@@ -83,24 +84,24 @@ struct ExchangeTile : product::Warpgroups<kColumns_ / 64> {
   static constexpr int kConsumers = ExchangeTile::Warpgroups::kConsumers;
   using TileOfW =
       std::conditional_t<kAligned, TransposedLeftTile<kColumns>, LooseTileOfW<kColumns>>;
-  // A thread has two columns: the second one is so many further.
+  // A thread has two columns: the second one is so many columns after the first.
   static constexpr int kNext = kAligned ? 1 : 8;
   struct Stage {
-    ColumnTile<float, kRows> x[kHighLow ? 2 : 1];  // and, in 3xTF32, what it lacks
+    ColumnTile<float, kRows> x[kHighLow ? 2 : 1];  // in 3xTF32 x[0] is `high`, x[1] is `low`
     TileOfW W;
     static constexpr int kLoaded = sizeof(ColumnTile<float, kRows>) + sizeof(TileOfW);
   };
   static constexpr int kStages = std::min<int>(8, (208 << 10) / sizeof(Stage));
   struct Shared {
     Pipeline<Stage, kStages> pipeline;
-    Barrier split_done[kStages];  // of 3xTF32: a stage's x has been split
+    Barrier split_done[kStages];  // in 3xTF32: a stage's x has been split
     // Of each warp that multiplies: its columns' maximum or sum, for each row.
     alignas(16) float parts[4 * kConsumers][kRows];
-    alignas(16) float rows[kRows];  // what exponentials are relative to; then what is multiplied
+    alignas(16) float rows[kRows];  // what a row's exponentials are relative to; later its factor
   };
 };
 
-// W for the copy engine: as one matrix, or as four.
+// W as the copy engine sees it: one matrix, or four (LooseTileOfW).
 struct MapsOfW {
   CUtensorMap of[4];
 };
@@ -123,9 +124,9 @@ MapsOfW maps_of(const float* W, int D, int C, bool to_tf32, int64_t stride) {
   return maps;
 }
 
-// x (B, D) for the copy engine. For it a row has to start at a multiple of 16 bytes. Of 2^shift
-// neighbouring rows (1, 2 or 4) row i starts before(i) elements after such a multiple. So x is
-// taken for 2^shift matrices. Matrix i has the rows i, i + 2^shift and so on, each from that
+// x (B, D) as the copy engine sees it. It needs rows that start at multiples of 16 bytes. Of
+// 2^shift neighbouring rows (1, 2 or 4) row i starts before(i) elements after such a multiple. So x
+// is described as 2^shift matrices. Matrix i has the rows i, i + 2^shift and so on, each from that
 // multiple on.
 //
 // Therefore in a tile of matrix i all inputs stand `before` columns further right, and rows of W
@@ -138,7 +139,7 @@ struct RowsOfX {
   RowsOfX(const float* x, int rows, int inputs, int64_t stride, unsigned box_rows, bool to_tf32)
       : B(rows), D(inputs), shift(shift_of(stride)) {
     for (int i = 0; i < 1 << shift; ++i) {
-      if (i >= rows) {  // no such row: nobody looks at what becomes of another one's
+      if (i >= rows) {  // no such row: the results of this matrix are not written
         of[i] = of[0];
         continue;
       }
@@ -147,8 +148,8 @@ struct RowsOfX {
     }
   }
   static int shift_of(int64_t stride) { return stride % 4 == 0 ? 0 : stride % 2 == 0 ? 1 : 2; }
-  // How many strips of `of_strip` rows there are, if there are `rows` rows. Strip s is of the
-  // matrix s % 2^shift.
+  // How many strips there are if `rows` rows are cut into strips of `of_strip` rows, each of one
+  // matrix. Strip s is of matrix s % 2^shift.
   static int strips(int rows, int of_strip, int shift) {
     return (rows + (of_strip << shift) - 1) / (of_strip << shift) << shift;
   }
@@ -158,8 +159,8 @@ struct RowsOfX {
     return (B - first + (1 << shift) - 1) >> shift;
   }
   __device__ int matrix(int strip) const { return strip & ((1 << shift) - 1); }
-  // The block's steps of 32 inputs along D, in a strip of that matrix. It has one of gridDim.y
-  // slices.
+  // The block's steps of 32 inputs along D, in a strip of this matrix: all steps, or those of one
+  // of gridDim.y slices.
   struct Steps {
     int first, last;
   };
@@ -171,8 +172,8 @@ struct RowsOfX {
 };
 
 #if HOPPER_CODE
-// Writes zeros over the first `before` elements (at most 3) of each row of a tile of x. Thread
-// `own` of `threads` does it for some of the rows.
+// Writes zeros over the first `before` elements (at most 3) of each row of a tile of x. `threads`
+// threads share the rows; `own` is the caller's number among them.
 template <int kRows>
 __device__ void blank_before(ColumnTile<float, kRows>& x, int before, int own, int threads) {
   for (int row = own; row < kRows; row += threads) {
@@ -184,24 +185,27 @@ __device__ void blank_before(ColumnTile<float, kRows>& x, int before, int own, i
 // ---- What blocks tell each other ----------------------------------------------------------------
 
 // What a block posts for the others: a row's maximum in its tile, and the sum relative to it. Both
-// are written and read as one access of 8 bytes. How does a reader know that they are those of this
-// launch? The sum can spare its last bit, which says whether an odd or an even launch wrote them.
-// Readers look until it is this launch's bit. So no flag is needed, and no fence.
+// are written and read as one access of 8 bytes. How does a reader know that they are of this
+// launch? The sum can spare its last bit. In its place is the turn, which is 1 in the first launch,
+// 0 in the second, and so on. Readers read again until it is this launch's turn. So no counter is
+// needed, and no release or acquire: all that a reader wants is in this one access.
 using Posted = unsigned long long;
 
-// The memory through which blocks of the same rows tell each other. It is zero before the first
-// launch, and a launch leaves it ready for the next one. Only one launch may use it at a time: two
-// streams need one of these each.
+// The memory for what blocks tell each other. It is zero before the first launch, and a launch
+// leaves it ready for the next one. Only one launch may use it at a time: two streams need one of
+// these each.
 struct Exchange {
   Posted* posted;   // (strips of kRows rows, tiles of kColumns classes, kRows)
-  unsigned* turns;  // a block's own count of launches, its last bit
+  unsigned* turns;  // of each block: whether its last launch was even or odd
 };
 
-// Which tiles a block has, and in which order. A place is a tile of a strip of kRows rows. Block b
-// has the places b, b + gridDim.x and so on. Blocks that wait for one another need all tiles of a
-// strip at the same time: `together` is 1. Otherwise the blocks go through `together` strips, about
-// 2048 rows, tile after tile. So those that run at the same time share what they read of W as well
-// as of x. (1024 x 4096 x 50257: strip after strip, all of W would come from memory four times.)
+// The tile scheduler: which tiles a block has, and in which order. A *place* is a tile of a strip
+// of kRows rows. Block b has the places b, b + gridDim.x and so on. Blocks that wait for one
+// another need all tiles of a strip at the same time: then `together` is 1. Otherwise they go
+// through a band of `together` strips, about 2048 rows, tile after tile. So blocks that run at the
+// same time share what they read of W as well as of x. (With 1024 x 4096 x 50257, strip after
+// strip, all of W would come from memory once for each of four strips.) The kPeers blocks of a
+// cluster have neighbouring tiles.
 struct Places {
   int strips, tiles, together;
 
@@ -216,9 +220,9 @@ struct Places {
 };
 
 #if HOPPER_CODE
-// The exponential. In TF32 operands have 10 bits, and beside these the hardware's 2^x is good
-// enough: its error is 2 units in the last place, and that of the product another one for each unit
-// of |value|.
+// e^value. In TF32, whose operands have 10 bits, the hardware's 2^x is good enough. It is off by 2
+// units in the last place at most. The product value * log2(e) is rounded, too. That makes the
+// result wrong by another unit or so for each unit of |value|.
 template <Math kMath>
 __device__ float exp_of(float value) {
   return kMath == Math::tf32 ? exp2_approximate(value * 1.44269504f) : expf(value);
@@ -234,9 +238,9 @@ __device__ inline MaxSum part_of(Posted posted) {
           __uint_as_float(static_cast<unsigned>(posted >> 32) & ~1u)};
 }
 
-// This block has `own`, the maximum and the sum of its tile's part of a row. It posts them for the
-// others, reads those of all tiles (the first tile's are at `of_tiles`), 16 at a time, and merges
-// them.
+// A thread calls this for a row. It has `own`, the maximum and the sum of its tile's part, and
+// posts them for other blocks. It reads those of all tiles (the first tile's are at `of_tiles`), 16
+// at a time, and merges them.
 template <class Tile>
 __device__ MaxSum exchange_row(MaxSum own, Posted* of_tiles, int tile, int tiles, unsigned turn) {
   const auto posted_at = [&](int i) {
@@ -273,13 +277,13 @@ __device__ MaxSum exchange_row(MaxSum own, Posted* of_tiles, int tile, int tiles
   return all;
 }
 
-// The 8 lanes with the same l % 4 have kCount values each, and value i of all of them is to become
-// one: their maximum, or their sum.
+// The 8 lanes with the same lane % 4 have kCount values each. The eight values number i become one:
+// their maximum, or their sum. (The field calls this a reduce-scatter: each lane ends with a part
+// of the results.)
 //
 // Each time a lane keeps one half of its values and gives the other half to a partner. After three
-// times it has kCount / 8 of them. For example, of 8 values lanes 4 to 7 keep the upper 4 at first,
-// and in the end each of them has value 4; lanes 8 to 11 end with value 2. Which values a lane ends
-// with says first_combined(): l / 4 with its 3 bits reversed, times kCount / 8.
+// times it has kCount / 8 of them. first_combined() says with which values a lane ends: lane / 4
+// with its 3 bits reversed, times kCount / 8. Lesson 9 has a table.
 template <int kHalf, int kCount, typename Op>
 __device__ inline void combine_halves(float (&v)[kCount], Op op, int lanes) {
   const bool upper = threadIdx.x & lanes;
@@ -304,8 +308,8 @@ __device__ inline void combine_quads(float (&v)[kCount], Op op) {
 
 // ---- The product's Work -------------------------------------------------------------------------
 
-// The product's Work (operators/product/product.cuh): what is copied, multiplied and stored. If D
-// is cut there are gridDim.y blocks for each place, with a slice of D each.
+// The product's Work (operators/product/product.cuh): what is copied, multiplied and stored. With
+// split-K gridDim.y blocks have the same places, and a slice of D each.
 template <class Tile_>
 struct ExchangedSoftmax {
   using Tile = Tile_;
@@ -394,8 +398,8 @@ struct ExchangedSoftmax {
     int k = 0, k_end = 0, before = 0;
   };
 
-  // In 3xTF32 the producer's other warps put zeros before the rows of x, and split all of a stage's
-  // x into two tiles. For the splitting it does not matter in which order x lies there.
+  // In 3xTF32 the producer's other warps write zeros before the rows of x, and split a stage's x
+  // into two tiles, in whatever order x lies there.
   __device__ void help(Shared& shared, const Grid& grid) const requires Tile::kHighLow {
     const int own = threadIdx.x - 32;
     Reader reader(shared.pipeline, grid);
@@ -425,7 +429,7 @@ struct ExchangedSoftmax {
           consumer(number),
           walk(of),
           turn(of.exchange.turns[blockIdx.x] ^ 1) {
-      if (own < kRows) shared.rows[own] = 1;  // logits are written as they are
+      if (own < kRows) shared.rows[own] = 1;  // the factor of logits
     }
     __device__ bool next() { return walk.next(); }
 
@@ -488,7 +492,7 @@ struct ExchangedSoftmax {
     }
 
     __device__ void end() const {
-      named_barrier(1, kMultiplying);  // all know the turn
+      named_barrier(1, kMultiplying);  // all have read the turn
       if (own == 0 && work.output.epilogue == Epilogue::softmax) {
         work.exchange.turns[blockIdx.x] = turn;
       }
@@ -501,14 +505,15 @@ struct ExchangedSoftmax {
     Walk walk;
     const unsigned turn;
 
-    // Turns the block's logits into exponentials relative to the row's maximum in this block.
-    // Thread r < kRows returns the maximum and the sum of row r. From the thread's first column on
-    // a row has `left` columns left.
+    // Turns the block's logits into exponentials relative to the row's maximum in this tile. Of the
+    // threads that multiply, thread `own` < kRows returns the maximum and the sum of row `own`.
+    // From the thread's first column on a row has `left` columns left.
     __device__ MaxSum exponentials(Sum& sum, int left) const {
       constexpr Math kMath = Tile::kMath;
       constexpr int kPairs = kRows / 4,
-                    kLeft = kPairs / 8;  // of the thread's two columns, a row each
-      const auto element = [](int pair) { return pair / 2 * 4 + pair % 2; };  // and the second + 2
+                    kLeft = kPairs / 8;  // a pair: its two columns of a row
+      // The first element of a pair. The second one is 2 elements further.
+      const auto element = [](int pair) { return pair / 2 * 4 + pair % 2; };
       float of_row[kPairs];
       const auto share = [&] {
 #pragma unroll
@@ -554,9 +559,9 @@ struct ExchangedSoftmax {
       return row;
     }
 
-    // Writes the sums, each times the factor of its row (shared.rows). `out` is where the block's
-    // first row has the thread's first column. There are `rows` rows, `stride` elements apart. From
-    // that column on a row has `left` columns left.
+    // Writes the sums, each times its row's factor (shared.rows). `out` is where the tile's first
+    // row has the thread's first column. From there on the matrix has `rows` rows, `stride`
+    // elements apart, and a row has `left` columns left.
     __device__ void write(const Sum& sum, float* out, int64_t stride, int rows, int left) const {
       const auto each = [&](auto put) {
         float* to = out + Sum::col(0) * stride;
@@ -569,7 +574,8 @@ struct ExchangedSoftmax {
         }
       };
       if (left <= 0) return;
-      // Where TF32's rows of W are aligned those of `out` are, too; 3xTF32's may be aligned copies.
+      // If rows of W are aligned in TF32, those of `out` are, too. In 3xTF32 they may be aligned
+      // copies.
       constexpr bool kPairs = Tile::kAligned && Tile::kMath == Math::tf32;
       if (!kPairs && (!Tile::kAligned || work.C % 2 != 0)) {
         each([&](int row, float* to, float2 pair) {

@@ -1,5 +1,5 @@
-// softmax(x W) of few columns, or of few rows. There the other kernels are slow, since too few
-// loads are under way at the same time.
+// softmax(x W) of few columns, or of few rows. There the other kernels have too few loads under way
+// at the same time.
 #pragma once
 
 #include <algorithm>
@@ -14,12 +14,12 @@ namespace operators::softmax {
 
 // ---- Few columns --------------------------------------------------------------------------------
 
-// For up to kCols columns. A block has a row, as in lesson 9's *fused rows*. There 10 columns would
-// occupy 10 of its 256 threads, each with a long sum. So here D is spread over the block, too:
-// thread t has column t % kCols, and of the inputs every (256 / kCols)-th one. Then all of the
-// row's loads are under way at once. Lanes with the same column add up their sums by shuffles, and
-// warps add them up through shared memory. After that the first warp has all of the row's logits,
-// one in a lane. W is read once for each row.
+// Lesson 9's *fused split-K*, for up to kCols columns. A block has a row, and its threads share D:
+// thread t has column t % kCols, and every (256 / kCols)-th input from t / kCols on. It loads 8
+// inputs of x, and 8 elements of W, before it uses the first. So with 16 columns the block's loads
+// for 128 inputs are under way at once, and take one latency together. Lanes with the same column
+// add up their sums by shuffles, and warps add them up through shared memory. After that the first
+// warp has all of the row's logits, one in a lane. Each block reads all of W.
 template <int kCols>
 __global__ void __launch_bounds__(kSoftmaxThreads)
     fused_rows_split(const float* x, const float* W, float* probs, int D, int C) {
@@ -66,8 +66,8 @@ inline Product make_rows_split(const Layer& layer) {
                  layer.D, layer.C);
   };
   Product product = product_of("rows, D split", kernel, 0, launch);
-  // Fitted to half of 900 shapes drawn at random, on an H200: a block alone waits for its loads,
-  // and many of them take turns.
+  // Fitted to shapes drawn at random, on an H200. A block alone waits for its loads, and many
+  // blocks of a multiprocessor take turns.
   const double loads = ceil_div(layer.D, 128), rows = 132.0 / layer.sms * layer.B;
   product.expected.microseconds =
       2.3 + (std::max(890 * loads, rows * (0.5 + 1.7 * loads)) + rows * loads) / cycles();
@@ -76,11 +76,11 @@ inline Product make_rows_split(const Layer& layer) {
 
 // ---- Few rows -----------------------------------------------------------------------------------
 
-// The blocks of a cluster add up their partial sums of a few rows. Each row is owned by one block,
-// and the other blocks push their partial sums of it into that block's shared memory. This is the
-// place there. A row has kColumns columns. Of kRows rows each of the cluster's `splits` blocks owns
-// every splits-th one. `rank` is the block's own number. kRows and `splits` are powers of two, at
-// most kMost.
+// How the blocks of a cluster add up their partial sums of a few rows. Each row is owned by one
+// block: of kRows rows each of the cluster's `splits` blocks owns every splits-th one. The other
+// blocks push their partial sums of the row into the owner's inbox, which is this, in its shared
+// memory. A row has kColumns columns. `rank` is the block's own number. kRows and `splits` are
+// powers of two, at most kMost.
 template <int kRows, int kColumns>
 struct RowInbox {
   static constexpr int kMost = 8;
@@ -92,7 +92,7 @@ struct RowInbox {
   static __device__ int most_owned(int splits) { return (kRows + splits - 1) / splits; }
 
   /// All threads of all blocks of the cluster call this, and cluster_wait() before the first
-  /// add_up(). There will be `rows` rows.
+  /// add_up(). `rows` says how many rows there are.
   __device__ void open(int rank, int splits, int rows) {
     if (threadIdx.x == 0) {
       const int owned = (rows - rank + splits - 1) / splits;
@@ -106,8 +106,8 @@ struct RowInbox {
 
   /// A warp calls this with its block's partial sums of row `number`; each lane has every 32nd
   /// column. It returns false if another block owns the row. Otherwise the lanes then have the sums
-  /// of all blocks. The block's own come first, then those of the others in the order of their
-  /// ranks.
+  /// of all blocks, always added in the same order: first the block's own, then those of the others
+  /// by their ranks.
   template <int kCols>
   __device__ bool add_up(float (&row)[kCols], int number, int rank, int splits) {
     static_assert(32 * kCols == kColumns);
@@ -130,16 +130,16 @@ struct RowInbox {
 #endif
 };
 
-// With up to kRows rows memory has to deliver little but W, and as much of W as possible should be
-// on its way. So there are no tiles. A lane has kCols columns, 32 apart, so that the lanes of a
-// warp read neighbours. It loads them for 16 inputs before it uses the first. All warps of a block
-// have the same columns, and each takes every 8th group of 16 inputs. It copies x of that group to
+// With up to kRows rows memory has to deliver little but W, so as much of W as possible should be
+// under way. There are no tiles. A lane has kCols columns, 32 apart, so that the lanes of a warp
+// read neighbours. It loads them for 16 inputs before it uses the first. All warps of a block have
+// the same columns, and each takes every 8th group of 16 inputs. It copies x of that group to
 // shared memory: for each input, the values of all rows.
 //
-// Few columns are few blocks. Then D is cut as well, in one of two ways. Into gridDim.y slices:
-// their partial logits go to results.out (slices, B, C), and the softmax adds them up. Or, from
-// compute capability 9.0 on, over a cluster of `splits` blocks, which add up a row in one of them
-// (RowInbox).
+// Few columns are few blocks. Then there is split-K over blocks, too, in one of two ways. Either D
+// is cut into gridDim.y slices, whose partial logits go to results.out (slices, B, C), and the
+// softmax adds them up. Or, from compute capability 9.0 on, the `splits` blocks of a cluster share
+// D, and add up each row in one of them (RowInbox).
 constexpr int kFewWarps = 8;
 
 template <int kRows, int kCols>
@@ -212,9 +212,10 @@ __global__ void __launch_bounds__(32 * kFewWarps)
 
 constexpr int kMostSplits = 8;  ///< blocks of a cluster
 
-/// Adds the products with D in 1, 2, 4 and so on shares of at least 64 inputs: at most 16 (8 in a
-/// cluster), and at most 8 blocks for each multiprocessor. All take about as long as W takes to
-/// come, unless there are few blocks, or a block's inputs take longer.
+/// Adds the products with D in 1, 2, 4 and so on shares of at least 64 inputs: at most 16 shares, 8
+/// in a cluster, and at most 8 blocks for each multiprocessor. The estimate is the time in which W
+/// comes, or, if a block's inputs take longer, that of a block. Few blocks do not get W at the full
+/// rate.
 template <int kRows, int kCols>
 void add_few_rows(const Layer& layer, std::vector<Product>& products) {
   constexpr int kThreads = 32 * kFewWarps;

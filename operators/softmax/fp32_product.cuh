@@ -1,6 +1,5 @@
-// Products of fp32 matrices with the tiles and pipelines of lessons 2 and 3, for any GPU. There are
-// three maths: on the CUDA cores, on tensor cores in TF32, and on tensor cores with the accuracy of
-// fp32. The operator's portable kernels differ in what they do with the sums.
+// Products of fp32 matrices with the tiles and pipelines of lessons 2 and 3, for any GPU, in three
+// kinds of math (Math). The operator's portable kernels differ in what they do with the sums.
 #pragma once
 
 #include <algorithm>
@@ -16,13 +15,13 @@ using namespace primitives;
 enum class Math {
   fp32,   // multiply-adds on the CUDA cores
   tf32,   // tensor cores, operands rounded to TF32
-  split,  // tensor cores, operands as sums of two TF32 numbers
+  split,  // tensor cores, 3xTF32: each operand is split into two TF32 numbers
 };
 
 // A block of kWarpsM x kWarpsN x kWarpsK warps computes BM x BN logits, in steps of BK along D.
 // Warps that differ in the third coordinate have the same logits, and each takes its share of every
-// step. When B and C are small, that is how a block gets enough warps to hide latencies, and enough
-// copies in flight. kStages tiles of x and of W are in shared memory at a time.
+// step: split-K in a block. So with small B and C a block has enough warps to hide latencies, and
+// enough copies under way. kStages tiles of x and of W are in shared memory at a time.
 template <Math kMath_, int BM_, int BN_, int BK_, int kWarpsM_, int kWarpsN_, int kWarpsK_,
           int kStages_>
 struct Tile {
@@ -34,15 +33,15 @@ struct Tile {
   static constexpr int kRows = BM / kWarpsM, kCols = BN / kWarpsN;  // a warp's
   static constexpr int kDepth = BK / kWarpsK;                       // and its share of a step
 
-  // Rows of x start 16 bytes further along the banks than a multiple of 128: eight of them, 16
-  // bytes each, are on different banks. So are 4 rows of 8 floats of W, whose rows start 8 or 24
-  // banks further.
+  // The padding of rows. Two neighbouring rows of x start 16 bytes apart along the banks, so 8 rows
+  // of 16 bytes are on different banks. Two rows of W start 8 or 24 banks apart, so 4 rows of 8
+  // floats are, too.
   static constexpr int kStrideX = BK + 4;
   static constexpr int kStrideW = BN + (BN % 16 == 0 ? 8 : 0);
   static constexpr int kTileX = BM * kStrideX, kTileW = BK * kStrideW;
   static constexpr int kStageBytes = kStages * (kTileX + kTileW) * 4;
 
-  // Where all_columns() brings logits together: kWarpsK times BM x BN of them.
+  // all_columns() brings logits together in shared memory: kWarpsK times BM x BN of them.
   static constexpr int kStrideLogits = BN + 8;
   static constexpr int kLogitBytes = kWarpsK * BM * kStrideLogits * static_cast<int>(sizeof(float));
 
@@ -51,11 +50,13 @@ struct Tile {
   static_assert(kTensor ? kRows % 16 == 0 && kCols % 8 == 0 : kRows % 4 == 0 && kCols % 8 == 0);
 };
 
-// A warp's kRows x kCols logits. A thread has kOwnRows x kOwnCols of them, at (row(i), col(j)).
-// Along a row they come in runs of kRun neighbours. kLanesPerRow consecutive lanes share a row.
+// A warp's kRows x kCols logits. A thread has kOwnRows x kOwnCols of them: (i, j) is at row(i) and
+// col(j). Along a row they come in runs of kRun neighbours. kLanesPerRow consecutive lanes share a
+// row.
 template <class Tile>
 struct TileSums {
-  // Tensor cores: matrices of 16 x 8, see mma.cuh. CUDA cores: the lanes of a warp stand 4 x 8.
+  // On tensor cores an entry of v is a sum of mma.sync, 16 x 8 for the warp (primitives/mma.cuh).
+  // On the CUDA cores the lanes of a warp are 4 rows of 8.
   static constexpr bool kTensor = Tile::kTensor;
   static constexpr int kOwnRows = kTensor ? Tile::kRows / 8 : Tile::kRows / 4;
   static constexpr int kOwnCols = kTensor ? Tile::kCols / 4 : Tile::kCols / 8;
@@ -78,8 +79,8 @@ struct TileSums {
   }
 };
 
-// An fp32 number as the sum of two TF32 numbers: `high` is its first 11 bits, and `low` the next
-// 11, rounded. An infinity has no `low`.
+// An fp32 number is nearly the sum of two TF32 numbers: `high` has the first 11 of its 24 bits
+// (with the leading 1), and `low` the next 11, rounded. An infinity has no `low`.
 struct SplitTf32 {
   unsigned high, low;
 };
@@ -91,15 +92,15 @@ __device__ inline SplitTf32 split_tf32(float value) {
   return {high, is_infinite(high) ? 0 : (rest + kHalf) & kMantissa};
 }
 
-// Adds a warp's products of one step. x_tile and W_tile point into shared memory: to the warp's
+// Adds a warp's products of one step. x_tile and W_tile point into shared memory, to the warp's
 // rows of x and its columns of W, at its share of the step.
 template <class Tile>
 __device__ void add_products(TileSums<Tile>& sums, const float* x_tile, const float* W_tile) {
   constexpr int kX = Tile::kStrideX, kW = Tile::kStrideW;
   const int lane = threadIdx.x % 32;
   if constexpr (Tile::kMath == Math::fp32) {
-    // For 4 of k a thread reads 4 floats of each of its rows at once. For each k it reads its
-    // columns of W.
+    // For 4 of k a thread reads 4 floats of each of its rows at once, and for each k its columns of
+    // W.
     constexpr int kOwnRows = TileSums<Tile>::kOwnRows, kOwnCols = TileSums<Tile>::kOwnCols;
     constexpr int kRun = TileSums<Tile>::kRun;
 #pragma unroll
@@ -136,8 +137,9 @@ __device__ void add_products(TileSums<Tile>& sums, const float* x_tile, const fl
   } else {
     constexpr int kM = Tile::kRows / 16, kN = Tile::kCols / 8;
     constexpr bool kSplit = Tile::kMath == Math::split;
-    // Tensor cores truncate what they accumulate, and over a long sum that adds up. For the
-    // accuracy of fp32 they sum only a step, which then is added, rounded to nearest, to the rest.
+    // Tensor cores truncate what they accumulate, and over a long sum these errors add up. So in
+    // 3xTF32 they sum only one step, and the CUDA cores add its result to the sum so far, rounded
+    // to nearest.
     TileSums<Tile> step;
     TileSums<Tile>& to = kSplit ? step : sums;
 #pragma unroll
@@ -162,8 +164,9 @@ __device__ void add_products(TileSums<Tile>& sums, const float* x_tile, const fl
         const float w0 = W_at[8 * j], w1 = W_at[4 * kW + 8 * j];
         if constexpr (kSplit) {
           const SplitTf32 p0 = split_tf32(w0), p1 = split_tf32(w1);
-          // An infinity of W times what x lacks of itself, perhaps 0, could be NaN: no such
-          // product. (With an infinity of x the whole row is NaN either way.)
+          // An infinity of W must not be multiplied by x_low, which may be 0: infinity times 0 is
+          // NaN. So there it has 0 in its place. (With an infinity of x the whole row is NaN either
+          // way.)
           const unsigned f0 = is_infinite(p0.high) ? 0 : p0.high;
           const unsigned f1 = is_infinite(p1.high) ? 0 : p1.high;
 #pragma unroll
@@ -189,8 +192,8 @@ __device__ void add_products(TileSums<Tile>& sums, const float* x_tile, const fl
   }
 }
 
-// The factors, dense. Their rows start at multiples of row_bytes (16, 8 or 4), and that is the size
-// of a copy.
+// The factors, dense. Their rows start at multiples of 16, 8 or 4 bytes (row_bytes_x, row_bytes_W),
+// which is the size of a copy.
 struct Factors {
   const float *x, *W;
   int B, D, C;
@@ -210,8 +213,8 @@ inline Factors factors_of(const float* x, const float* W, int B, int D, int C) {
 }
 
 // Copies a tile of kRows x kCols, from (row0, col0) on, of a matrix with `pitch` elements to a row,
-// to shared memory, kBytes at a time. Where row >= rows or col >= cols there will be zeros. All
-// kThreads threads of the block call it.
+// to shared memory, kBytes at a time. Outside of `rows` rows and `cols` columns there will be
+// zeros. All kThreads threads of the block call this.
 template <int kRows, int kCols, int kStride, int kThreads, int kBytes>
 __device__ void copy_pieces(float* to, const float* from, int row0, int col0, int rows, int cols,
                             int pitch) {
@@ -237,8 +240,8 @@ __device__ void copy_tile_of(float* to, const float* from, int row0, int col0, i
   }
 }
 
-// Computes the BM x BN logits at (row0, col0), summed over d_begin <= d < d_end. kStages - 1 steps
-// are on their way while one is multiplied, as in lesson 2's `async`.
+// Computes the BM x BN logits at (row0, col0), summed over d_begin <= d < d_end. The copies of
+// kStages - 1 steps are under way while one is multiplied, as in lesson 2's *async*.
 template <class Tile, class Of>
 __device__ void multiply_tiles(TileSums<Tile>& sums, float* stages, const Of& factors, int row0,
                                int col0, int d_begin, int d_end) {
@@ -268,8 +271,8 @@ __device__ void multiply_tiles(TileSums<Tile>& sums, float* stages, const Of& fa
   }
 }
 
-// Stores kRun neighbours of a row, of which `left` exist: by one access, if the start of the row is
-// `aligned` for that.
+// Stores kRun neighbours of a row, of which `left` exist. If the start of the row is `aligned` for
+// it, one access stores them.
 template <int kRun>
 __device__ void store_run(float* to, const float* values, int left, bool aligned) {
   if (aligned && left >= kRun) {

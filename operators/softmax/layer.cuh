@@ -1,5 +1,5 @@
-// A layer of softmax(x W), as the kernels that compute it see it: its memory, what becomes of a
-// product's sums, and how products become plans, of which some are tried.
+// A layer of softmax(x W) as its kernels see it: its memory, what becomes of a product's sums, and
+// how products become plans, of which some are tried.
 #pragma once
 
 #include <algorithm>
@@ -21,8 +21,8 @@ namespace operators::softmax {
 using namespace primitives;
 using operators::Memory, operators::Workspace;
 
-// D is cut into at most kMostSlices slices, and what all slices leave is at most kMostSliced
-// floats.
+// Split-K over blocks cuts D into at most kMostSlices slices. All slices together leave at most
+// kMostSliced floats.
 constexpr int kMostSlices = 16;
 constexpr int64_t kMostSliced = 16 << 20;
 
@@ -35,7 +35,7 @@ struct Layer {
   SoftmaxShape shape;
   Memory<float> x, W;
   Memory<float> sliced;  // (slices of D, B, C): partial logits
-  // The distance of two rows. If there is only one row any number will do, and this one suits the
+  // How many elements two rows are apart. With one row any number will do, and this one suits the
   // copy engine.
   int64_t x_stride = shape.rows > 1 ? shape.inputs : (shape.inputs + 3) / 4 * 4;
   int64_t W_stride = shape.classes;
@@ -59,13 +59,13 @@ struct Layer {
     return static_cast<int>(
         std::clamp<int64_t>(std::min<int64_t>(fit, D / least), 1, slices_at_most));
   }
-  /// How long all logits (rows, classes) take on their way from or to memory. Not all of them go
-  /// there: the L2 cache holds some. (This, what follows, and the estimates of the kinds of kernels
-  /// were fitted to half of 7,000 shapes drawn at random, on an H200.)
+  /// How long all logits (rows, classes) take on their way from or to memory. The L2 cache holds
+  /// some of them, so not all go there. (The estimates here, and those of the kinds of kernels,
+  /// were fitted to shapes drawn at random, on an H200.)
   double logits_microseconds() const { return 0.77 * 4 * shape.logits() / memory_rate(); }
   /// How long a softmax takes that follows a product. It reads the logits of all slices, and writes
-  /// probabilities. Rows that are not multiples of 16 bytes come in single numbers. Where slices of
-  /// a long row are added up, that is a launch of its own, which writes logits.
+  /// probabilities. Rows that are not multiples of 16 bytes are read and written number by number.
+  /// If slices of a long row are added up, a launch of its own does that, and writes logits.
   double softmax_microseconds(int slices = 1) const {
     const double width = C % 4 != 0 ? 1.43 : 1, slice = 310 / cycles();
     const bool two = slices > 1 && C > kLongestInRegisters;
@@ -97,8 +97,8 @@ struct Results {
 
 // Takes a row's logits, which are spread over the lanes of a warp, and does what the epilogue says.
 // kLanes lanes share the row, or its tile number `tile` of `tiles`, which is kLanes * kValues
-// columns wide. Lane l has its columns l, l + kLanes, and so on. If the row does not exist, the
-// lanes take part in the shuffles, and write nothing.
+// columns wide. Lane l has its columns l, l + kLanes, and so on. Where there is no such row (not
+// `exists`), the lanes take part in the shuffles, and write nothing.
 template <int kValues, int kLanes = 32>
 __device__ void finish_row(float (&v)[kValues], int row, int C, const Results& results,
                            int tile = 0, int tiles = 1, bool exists = true) {
@@ -132,17 +132,17 @@ __device__ void finish_row(float (&v)[kValues], int row, int C, const Results& r
   }
 }
 
-// The logits alone. Of one slice of D results.out = x W, and, if the epilogue is parts, each row's
-// maxima and sums, `parts` of them, go to results.parts. Of several, results.out (slices, B, C) are
-// partial logits, which somebody adds up.
+// A launch that computes logits alone. With one slice results.out becomes x W, and, if the epilogue
+// is `parts`, each row's `parts` maxima and sums go to results.parts. With several, results.out
+// (slices, B, C) becomes partial logits, which somebody adds up.
 struct LogitsAlone {
   std::function<void(Results)> launch;
   int slices = 0, parts = 0;
 };
 
 // How long a product should take, in microseconds: fused, and unfused, with a softmax after it.
-// `tiles` names its tiles, where there are others. `how` says what fused means with it, if that is
-// more than one launch.
+// `tiles` names its tiles, if its kind has several. `how` says what fused means if that is more
+// than one launch.
 struct Expected {
   double microseconds = INFINITY, unfused_microseconds = INFINITY;
   std::string tiles = {}, how = {};
@@ -153,7 +153,7 @@ struct Product {
   const char* name;
   std::function<void(Results)> launch;
   int shared_bytes;
-  bool fuses = true;  // false: asked for probabilities it runs a product and a softmax
+  bool fuses = true;  // false: for probabilities it launches a product and a softmax
   Expected expected = {};
   LogitsAlone alone = {};  // of a half fused one
 };
@@ -165,13 +165,13 @@ inline Product product_of(const char* name, AnyKernel kernel, int shared_bytes,
 }
 
 // A product in two launches. `launch` (results, slices) starts `kernel`, which leaves logits, or
-// partial logits of so many slices of D. A second kernel makes probabilities of them. Which one?
+// partial logits of so many slices of D. A second kernel makes probabilities of them:
 //
-//   - Without slices, and for rows of more than kLeastForParts columns, `launch` also leaves the
-//     maximum and the sum of each of a row's `tiles` tiles. finish_columns() uses them, and so
-//     reads each logit once: that is half fused. If there are more than kRowsForParts rows, only
-//     rows that do not fit into a block's registers are treated so.
-//   - In all other cases it is the usual softmax, which reads shorter rows once anyway. Without
+//   - finish_columns(), for rows of more than kLeastForParts columns, without slices. Then `launch`
+//     also leaves the maximum and the sum of each of a row's `tiles` tiles, so that each logit is
+//     read once. That is half fused. If there are more than kRowsForParts rows, it is so only for
+//     rows that do not fit into a block's registers.
+//   - In all other cases it is the usual softmax, which reads rows that fit once, too. Without
 //     slices nothing is fused then.
 constexpr int kLeastForParts = 4096, kRowsForParts = 16;
 inline bool leaves_parts(const Layer& layer) {
@@ -224,8 +224,8 @@ __global__ void align_rows(const float* from, float* to, int cols, int64_t strid
 }
 
 // Returns the layer with x, W or both in rows that begin at multiples of 16 bytes, and a launch
-// that copies them there. That launch is empty if nothing has to be copied. Where it is used its
-// time counts.
+// that copies them there. The launch is empty if nothing has to be copied. Its time counts for the
+// products that use the copies.
 inline std::pair<Layer, std::function<void()>> with_aligned_rows(const Layer& layer, bool of_x,
                                                                  bool of_W) {
   Layer aligned = layer;
@@ -245,8 +245,8 @@ inline std::pair<Layer, std::function<void()>> with_aligned_rows(const Layer& la
   return {aligned, launch};
 }
 
-// A plan: how a product is to be made, whether x or W has to be copied into aligned rows first, and
-// how long all of that should take, the softmax included.
+// A plan: how a product is made, whether x or W has to be copied into aligned rows first, and how
+// long all of that should take, with the softmax.
 struct Plan {
   Expected expected = {};
   bool copies_x = false, copies_W = false;
@@ -258,8 +258,8 @@ struct Plan {
   bool operator<(const Plan& other) const { return microseconds() < other.microseconds(); }
 };
 
-// Of all plans, those that are tried: the ones that should be the fastest, fused or unfused. If not
-// `all`: only the one that should be the fastest.
+// The plans that are tried: those that should be the fastest, fused or unfused. If not `all`, only
+// the one that should be the fastest.
 inline std::vector<Plan> plans_to_try(std::vector<Plan> plans, bool all) {
   std::vector<Plan> tried;
   const auto take = [&](size_t most, auto microseconds) {

@@ -11,23 +11,24 @@
 
 namespace operators::softmax {
 
-// With many rows and few columns, x is nearly all there is to read, each element once. What counts
-// is that it comes without a break. So W, of all D inputs, stays in the registers of a block, and
+// With many rows and few columns, x is nearly all there is to read, each element once, and should
+// come without a break. So W, of all D inputs, stays in the registers of a persistent block, and
 // *slabs* of whole rows of x stream past it. A slab is one piece of memory. 8 rows of floats are a
 // multiple of 16 bytes, however long a row is, so a slab of 8 rows starts at such a multiple, and a
 // single copy of the copy engine brings it. While one slab is multiplied others are on their way.
 //
 // A warp multiplies 8 rows of x at a time, with all columns, and with every `splits`-th chunk of 32
-// inputs. The left factor of mma.sync is W^T: 16 columns of W are its rows. The right factor is
-// x^T: the 8 rows of x are its columns. The order of the inputs within a chunk does not change a
-// sum, so we choose it: each of the 4 lanes of a row takes 8 neighbours, two of them for each
-// mma.sync. The partial sums of the warps meet in shared memory, where 8 lanes finish a row.
+// inputs (split-K in a block). The left factor of mma.sync is W^T: 16 columns of W are its rows.
+// The right factor is x^T: the 8 rows of x are its columns. The order of the inputs within a chunk
+// does not change a sum, so we choose it: each of the 4 lanes of a row takes 8 neighbours, two of
+// them for each mma.sync. The partial sums of the warps meet in shared memory, where 8 lanes finish
+// a row.
 constexpr int kNarrowWarps = 8, kNarrowStages = 4;
 
 template <int kTiles>  // of 16 columns
 struct Narrow {
-  static constexpr int kChunks = 10 / kTiles;  // of W, in a warp's registers, which fit 10 tiles
-  static constexpr int kStride = 16 * kTiles + 4;  // of sums: 4 pairs of rows on different banks
+  static constexpr int kChunks = 10 / kTiles;      // of W, that a warp's registers hold: 10 tiles
+  static constexpr int kStride = 16 * kTiles + 4;  // of sums: pairs of rows are on different banks
 };
 
 struct Slabs {
@@ -64,8 +65,8 @@ __global__ void __launch_bounds__(32 * kNarrowWarps, 1)
   const int rows = 8 * of.groups, count = (B + rows - 1) / rows, slab_floats = rows * D;
   float* slabs = reinterpret_cast<float*>(bytes);  // [stages][rows][D]
   float* sums = slabs + of.stages * slab_floats;   // [splits][rows][kStride]
-  // At first W comes into the end of the block's memory, from where the warps take it to registers.
-  // Then that place is free for the last slabs, and for the sums.
+  // At first W comes into the end of the block's memory, and the warps take it from there to
+  // registers. Then that place is free for the last slabs, and for the sums.
   const int W_floats = (D * C + 3) / 4 * 4, W_at = of.bytes / 4 - W_floats;
   const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, g = lane / 4, t = lane % 4;
   const int split = warp % of.splits, at_once = kNarrowWarps / of.splits;

@@ -16,16 +16,16 @@ namespace operators::softmax {
 
 using namespace primitives;
 
-/// How long a launch takes that copies rows of so many columns: all numbers are read and written,
-/// and a block copies a row, 1024 numbers at a time.
+/// How long a launch takes that copies rows of so many columns. All numbers are read and written. A
+/// block copies a row, 1024 numbers at a time.
 inline double copy_microseconds(int rows, int cols) {
   return 1.8 +
          std::max(1.8 * 8.0 * rows * cols / memory_rate(), ceil_div(cols, 1024) * 465 / cycles());
 }
 
 /// What *cluster* costs a multiprocessor in 3xTF32, in clock cycles: a chunk of inputs, and what
-/// comes after the chunks. Where a multiprocessor has several blocks, one takes `share` of the time
-/// that it takes alone: it works while others wait. (In TF32 a cluster's costs are other ones.)
+/// comes after the chunks. If a multiprocessor has several blocks, each takes `share` of the time
+/// that it takes alone, since it works while others wait. (TF32 has another estimate.)
 struct ClusterCost {
   int rows, classes;
   double chunk, finish, share;
@@ -42,12 +42,11 @@ inline double cluster_cycles(const Layer& layer, const ClusterCost& cost, double
 }
 
 /// How long *cluster* should take. Its clusters of `splits` blocks have tiles of `rows` x
-/// `classes`, and take `depth` inputs at a time; `at_once` of them run at a time, of which each
-/// multiprocessor has a block or more. Where a row has several tiles there are two launches.
+/// `classes`, and take `depth` inputs at a time. `at_once` of them run at a time, one block or more
+/// on each multiprocessor. If a row has several tiles, there are two launches.
 ///
-/// In TF32 nothing hides the way of a chunk of inputs from the L2 cache, some 0.35 us. The smallest
-/// layers took 2 us to 2.8 us in all on an H100: less than kFirstLaunch, since all threads load at
-/// once.
+/// In TF32 a chunk of inputs comes from the L2 cache while nothing is computed, so each chunk has
+/// its latency. All threads load at once, so a launch takes less than kFirstLaunch.
 inline double cluster_microseconds(const Layer& layer, bool split, int splits, int rows,
                                    int classes, int depth, int64_t at_once) {
   const int64_t tiles = blocks_for(layer.C, classes), clusters = tiles * blocks_for(layer.B, rows);
@@ -75,7 +74,7 @@ inline double cluster_microseconds(const Layer& layer, bool split, int splits, i
 }
 
 /// What a tile of *exchange* costs in 3xTF32, in clock cycles: a step, which is 32 inputs, and what
-/// comes after the steps. In TF32 they are counted (Cost).
+/// comes after the steps. In TF32 both are counted (Cost).
 struct SplitTileCost {
   int rows;
   double step, finish;
@@ -83,13 +82,13 @@ struct SplitTileCost {
 inline constexpr SplitTileCost kSplitTileCosts[] = {
     {32, 810, 1200}, {64, 1260, 2440}, {128, 2000, 5170}};
 
-/// What plans for *exchange* depend on of a Tile.
+/// What a plan for *exchange* has to know of a Tile.
 struct ExchangeTileFacts {
   int rows, columns, peers;
   bool aligned, high_low;
 };
 
-/// How long *exchange* should take with one size of tiles, if `all` of its blocks run at a time.
+/// How long *exchange* should take with tiles of one size, if `all` of its blocks run at a time.
 struct ExchangeTime {
   const Layer& layer;
   ExchangeTileFacts tile;
@@ -131,9 +130,9 @@ struct ExchangeTime {
                 .more = more});
   }
 
-  /// The same in 3xTF32, where each slice's logits go to memory. Single numbers, of rows with an
-  /// odd length, take longer on their way out. Of the inputs' way from memory a third is not
-  /// hidden.
+  /// The same in 3xTF32, where the logits of each slice go to memory. Rows of an odd length take
+  /// longer, as they are written number by number. A part of the time in which the inputs come from
+  /// memory is not hidden.
   double split_time(double rounds, int slices, bool parts) const {
     const auto is_it = [&](const SplitTileCost& cost) { return cost.rows == tile.rows; };
     const SplitTileCost& cost = *std::ranges::find_if(kSplitTileCosts, is_it);
@@ -146,7 +145,8 @@ struct ExchangeTime {
            0.31 * inputs / memory_rate() + slices * layer.logits_microseconds();
   }
 
-  /// A row's blocks wait for one another, some 3 us; those of a cluster hardly wait.
+  /// Of one launch. A row's blocks wait for one another, which is counted for each round. The
+  /// blocks of one cluster hardly wait.
   double fused(int64_t strips_at_once) const {
     const double rounds = blocks_for(strips, strips_at_once);
     if (tile.high_low) {
@@ -176,7 +176,7 @@ struct ExchangeTime {
     return kNextLaunch + 4 * (slices + 1) * layer.shape.logits() / memory_rate();
   }
 
-  /// Of the numbers of slices from 1 to `most` those three that should take the least time, or
+  /// The numbers of slices, at most `most`, that should take the least time: three of them, or
   /// fewer.
   std::vector<int> likely_slices(int most) const {
     std::vector<std::pair<double, int>> each;
@@ -190,9 +190,9 @@ struct ExchangeTime {
   }
 };
 
-// Makes *exchange* with strips of kRows rows, where at most `clusters` clusters run at a time. If
-// `slices` is 0, the blocks of a strip wait for one another. Otherwise it is two launches, with so
-// many slices of D.
+// Makes *exchange* with strips of kRows rows, where at most `clusters` clusters run at a time. With
+// 0 `slices` the blocks of a strip wait for one another, in one launch. Otherwise there are two
+// launches, with so many slices of D.
 template <class Tile>
 Product make_exchange(const Layer& layer, int clusters, int slices) {
   constexpr int kRows = Tile::kRows, kPeers = Tile::kPeers;
@@ -224,13 +224,14 @@ Product make_exchange(const Layer& layer, int clusters, int slices) {
   return half_fused(layer, "exchange", kernel, kBytes, slices, tiles, launch);
 }
 
-// Adds the plans with one size of tiles: one launch, and two launches with those numbers of slices
-// that should take the least time, up to three. (Blocks that wait for one another need a GPU on
-// which nothing else runs.) At most `clusters` clusters run at a time.
+// Adds the plans with tiles of one size: one launch, and two launches with those numbers of slices
+// that should take the least time, up to three. At most `clusters` clusters run at a time. Blocks
+// of several clusters that wait for one another need a GPU on which nothing else runs.
 inline void add_exchange_plans(const Layer& layer, const ExchangeTileFacts& tile, int clusters,
                                Product (*make)(const Layer&, int clusters, int slices),
                                bool copies_x, std::vector<Plan>& plans) {
-  if (clusters == 0 || layer.C <= (tile.peers - 1) * tile.columns) return;  // or one has no tile
+  // No cluster fits, or a block of each would have no tile.
+  if (clusters == 0 || layer.C <= (tile.peers - 1) * tile.columns) return;
   const bool copies_W = tile.aligned && layer.C % 4 != 0;
   const ExchangeTime time(layer, tile, copies_x, copies_W, tile.peers * clusters);
   const auto add = [&](double microseconds, int slices, const std::string& how) {
@@ -242,7 +243,7 @@ inline void add_exchange_plans(const Layer& layer, const ExchangeTileFacts& tile
                      slices,
                      slices > 0 ? time.of_logits(slices) : INFINITY});
   };
-  const bool may_wait = layer.workspace.alone || time.tiles == tile.peers;  // for its own cluster
+  const bool may_wait = layer.workspace.alone || time.tiles == tile.peers;  // only within a cluster
   if (time.tiles <= time.all && may_wait) add(time.fused(time.all / time.tiles), 0, "");
   for (const int slices : time.likely_slices(layer.most_slices(4 * kLine<float>))) {
     add(time.two_kernels(slices), slices, "; half fused; slices: " + std::to_string(slices));
@@ -259,7 +260,7 @@ void plan_exchange(const Layer& layer, bool copies_x, std::vector<Plan>& plans) 
                      make_exchange<Tile>, copies_x, plans);
 }
 
-// The plans with all sizes of tiles (rows, columns, blocks in a cluster), with x as it lies or
+// The plans with tiles of all sizes (rows, columns, blocks in a cluster), and with x as it lies or
 // copied. The fastest come first.
 template <Math kMath, bool kAligned>
 std::vector<Plan> plan_exchange(const Layer& layer) {
@@ -291,8 +292,8 @@ inline bool fits_tiles(const Layer& layer) {
   return layer.shape.rows <= INT32_MAX - 1024 && layer.C <= 65535 * 128;
 }
 
-// A way to compute logits = x W alone. Of one slice of D, if wanted, it leaves the maximum and the
-// sum of each of `count` parts of each row in `parts` (B, count). Of several slices it leaves
+// A way to compute logits = x W alone. With one slice of D it leaves, if wanted, the maximum and
+// the sum of each of `count` parts of each row in `parts` (B, count). With several slices it leaves
 // partial logits in `sliced` (slices, B, C), and no logits.
 struct LogitsWay {
   Way way;
@@ -301,8 +302,8 @@ struct LogitsWay {
   Memory<float2> parts;
 };
 
-// The ways with exchange's tiles, as accurate as fp32, for Hopper: all, or the one that should be
-// the fastest. None if the shape is too large for them.
+// The ways with exchange's tiles, as accurate as fp32, for Hopper: all, or only the one that should
+// be the fastest. There are none if the shape is too large for them.
 inline std::vector<LogitsWay> split_logits_ways(const Workspace& workspace, const Memory<float>& x,
                                                 const Memory<float>& W, const Memory<float>& logits,
                                                 const SoftmaxShape& shape, bool parts_wanted) {

@@ -1,5 +1,5 @@
-// How parts of a row are merged; and softmax as a kernel of its own, after a product. Lesson 9's
-// rows "library" and "unfused" have that kernel in common.
+// How parts of a row are merged; and softmax as a kernel of its own, after a product: lesson 9's
+// *softmax of logits*.
 #pragma once
 
 #include "operators/softmax/softmax.h"
@@ -18,8 +18,8 @@ __device__ inline float rebase(float from, float to) { return from == to ? 1 : e
 
 // Merges two parts of a row: both sums become relative to the larger maximum. For example, the
 // logits 3 and 1 are (3, 1.135), and 5 and 4 are (5, 1.368). Together they are (5, 1.135 e^(3 - 5)
-// + 1.368), which is (5, 1.522). This is "online softmax": no part has to know another one's
-// maximum beforehand.
+// + 1.368), which is (5, 1.522). This is online softmax: no part has to know another one's maximum
+// beforehand.
 __device__ inline MaxSum merge(MaxSum a, MaxSum b) {
   const float largest = fmaxf(a.largest, b.largest);
   return {largest, a.sum * rebase(a.largest, largest) + b.sum * rebase(b.largest, largest)};
@@ -61,10 +61,10 @@ constexpr int kSoftmaxThreads = 256;
 
 // kGroup threads, a warp or the block, share a row of at most kGroup * kValues logits, and keep it
 // in registers. So each logit is read once, and each probability is written once. If C is a
-// multiple of 4 (kWidth = 4), that is done 16 bytes at a time. A thread has kWidth neighbours, then
-// the kWidth neighbours that are kGroup * kWidth columns further on, and so on.
+// multiple of 4 (kWidth = 4), they read and write 16 bytes at a time. A thread has kWidth
+// neighbours, then the kWidth neighbours that are kGroup * kWidth columns further on, and so on.
 //
-// Where the product's D is cut into slices, a logit is the sum of `slices` numbers: logits are
+// If the product's D is cut into slices, a logit is the sum of `slices` numbers: logits are
 // (slices, B, C), and are added up as they are read.
 template <int kGroup, int kValues, int kWidth>
 __global__ void __launch_bounds__(kSoftmaxThreads)
@@ -132,8 +132,8 @@ __global__ void __launch_bounds__(kSoftmaxThreads)
 }
 
 /// Writes the maximum and the sum of a part of a row to `parts`: of part blockIdx.y (of gridDim.y)
-/// of row blockIdx.x. If `slices` > 1, a logit is the sum of `slices` numbers that lie gridDim.x *
-/// C apart. The block adds these up first, and writes the logit to `out`.
+/// of row blockIdx.x. With several slices a logit is the sum of `slices` numbers that lie gridDim.x
+/// * C apart. The block adds these up first, and writes the logits to `out`.
 template <int kThreads>
 __global__ void __launch_bounds__(kThreads)
     sum_row_parts(const float* logits, float* out, float2* parts, int C, int slices) {
@@ -180,7 +180,7 @@ __global__ void __launch_bounds__(kThreads)
   constexpr int kValues = kPartColumns / kThreads;
   const size_t start = static_cast<size_t>(blockIdx.x) * C;
   const int first = blockIdx.y * kPartColumns + threadIdx.x;
-  float v[kValues];  // on their way while the maxima and sums come
+  float v[kValues];  // The logits are on their way while the maxima and sums come.
 #pragma unroll
   for (int i = 0; i < kValues; ++i) {
     v[i] = first + i * kThreads < C ? logits[start + first + i * kThreads] : 0;
@@ -201,10 +201,10 @@ __global__ void __launch_bounds__(kThreads)
 /// Rows longer than this do not fit into a block's registers.
 constexpr int kLongestInRegisters = 8192;
 
-/// probs = softmax(logits). The logits are (B, C), or the sum of `slices` numbers each, (slices, B,
-/// C). A row is one warp's, or one block's. A row of more than kLongestInRegisters columns is that
-/// of several blocks: a first kernel writes their maxima and sums to `parts` (B, C / kPartColumns),
-/// and a second one reads the logits again.
+/// probs = softmax(logits). The logits are (B, C) or, as sums of `slices` numbers each, (slices, B,
+/// C). A warp or a block has a row. Several blocks share a row of more than kLongestInRegisters
+/// columns: a first kernel writes the maximum and the sum of each part to `parts` (B, C /
+/// kPartColumns), and a second one reads the logits again.
 inline void softmax(const float* logits, float* probs, const SoftmaxShape& shape, float2* parts,
                     int slices = 1, cudaStream_t stream = nullptr) {
   const int B = static_cast<int>(shape.rows), C = static_cast<int>(shape.classes);

@@ -2,14 +2,15 @@
 //
 //     x (B, D), W (D, C), probs (B, C): fp32, row-major, dense
 //
-// Lesson 9's kernels have one size of tile, and multiply on the CUDA cores. Here the shape decides
-// what a kernel is, and there are seven kinds of them. On any GPU:
+// Lesson 9's kernels have one size of tile, or two, and those on tensor cores take only rows that
+// are whole vectors. Here the shape decides what a kernel is, and there are seven kinds of them. On
+// any GPU:
 //
-//   rows, D split   at most 16 columns (few.cuh): a block a row, and all of a row's loads at once
+//   rows, D split   at most 16 columns (few.cuh): a block has a row, and its threads share D
 //   few rows        at most 8 rows of more columns (few.cuh): W streams past them
-//   tiles           up to 256 columns (tiles.cuh): a block has all columns of 8 to 32 rows, and D
-//                   is split over its warps, and over blocks if there are few rows
-//   online          more columns (tiles.cuh): tiles of 128 x 128, and a second kernel
+//   tiles           up to 256 columns (tiles.cuh): a block has all columns of 8 to 32 rows. Its
+//                   warps share D, and if there are few rows several blocks do
+//   online          more columns (tiles.cuh): tiles of up to 128 x 128, and a second kernel
 //
 // and on Hopper:
 //
@@ -18,13 +19,13 @@
 //   exchange        any shape (exchange.cuh): the blocks of a row run at the same time, and tell
 //                   each other its maximum and sum
 //
-// docs/softmax.md says which of them a shape has, and why. In what math they multiply is the
-// caller's choice (Math in fp32_product.cuh).
+// docs/softmax.md says which of them a shape has, and why. The caller chooses how they multiply
+// (Math in fp32_product.cuh).
 //
-// Fused, or unfused? Each kind but the first can leave logits for the softmax of rows.cuh, which is
-// unfused. Fused is one launch. Half fused is two, but the second one reads each logit once, since
-// a row's maximum and sum are there already. Where D is cut into slices there are two launches,
-// too: the softmax adds the slices up.
+// Each kind but the first can leave logits for the softmax of rows.cuh: that is unfused. Fused is
+// one launch. Half fused is two, but the second one reads each logit once, since a row's maximum
+// and sum are there already. If D is cut into slices there are two launches, too: the softmax adds
+// the slices up.
 #pragma once
 
 #include <algorithm>
@@ -42,7 +43,7 @@
 
 namespace operators::softmax {
 
-/// So many ways are to be tried at most: those of several kinds.
+/// At most so many ways, of all kinds, are tried.
 constexpr size_t kMostWays = 64;
 
 /// A kind of kernel, and the ways to compute probabilities with it. Either list may be empty.
@@ -53,7 +54,7 @@ struct Kind {
 };
 
 /// The ways to compute probs = softmax(x W). Sizes are at least 1; there are at most kMostInputs
-/// inputs and kMostClasses classes. One launch at a time.
+/// inputs and kMostClasses classes. Only one launch may run at a time.
 class SoftmaxProduct {
  public:
   SoftmaxProduct(const Workspace& workspace, const Memory<float>& x, const Memory<float>& W,
@@ -78,8 +79,8 @@ class SoftmaxProduct {
                                 : kinds<Math::split>();
   }
 
-  /// The ways of several kinds in one list. Where there is no estimate of a kind, it counts as if
-  /// it took as long as the best of the others, so that it is tried.
+  /// The ways of several kinds in one list. A kind without an estimate counts as if it took as long
+  /// as the best of the others, so that it is tried.
   Ways together(std::vector<Kind> kinds) const {
     std::erase_if(kinds, [](const Kind& kind) { return !runs(kind.capability); });
     const auto all = [&](auto list) {
@@ -128,7 +129,7 @@ class SoftmaxProduct {
     const auto add = [&](const std::vector<Product>& products, int capability) {
       if (!products.empty()) all.push_back(kind_of(products, capability));
     };
-    if constexpr (kMath != Math::split) {  // these round nothing, whatever the math
+    if constexpr (kMath != Math::split) {  // these round nothing, whatever `kMath` is
       if (layer_.C <= kFewColumns) {
         add({make_rows_split(layer_)}, 0);
         all.back().unfused.clear();  // it leaves no logits
@@ -172,9 +173,10 @@ class SoftmaxProduct {
     return {.epilogue = epilogue, .out = out, .parts = parts_};
   }
 
-  // The kinds that Hopper has for a shape: narrow or else cluster, and exchange. But none that
-  // should take much longer than the other, and none at all if no cluster fits on the device. In
-  // TF32 exchange needs either rows of W that are aligned to 16 bytes, or at least 4 inputs.
+  // The kinds that Hopper has for a shape: narrow or else cluster, and exchange. But a kind that
+  // should take much longer than the other is left out, and exchange or cluster if no cluster of
+  // theirs fits on the device. In TF32 exchange needs either rows of W that are aligned to 16
+  // bytes, or at least 4 inputs.
   template <Math kMath>
   std::vector<std::vector<Product>> hopper_products() const {
     const Layer& layer = layer_;

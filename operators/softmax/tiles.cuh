@@ -1,6 +1,6 @@
-// softmax(x W) on any GPU. Either a block has all columns of some rows; or, where a row has too
-// many columns for that, it has a tile of some rows. The product is that of fp32_product.cuh, in
-// any of its maths. Results (layer.cuh) say what becomes of its sums.
+// softmax(x W) on any GPU. Either a block has all columns of some rows; or, if a row has too many
+// columns for that, a tile. The product is that of fp32_product.cuh, in any of its maths. Results
+// (layer.cuh) say what becomes of its sums.
 #pragma once
 
 #include <algorithm>
@@ -13,14 +13,14 @@ namespace operators::softmax {
 // ---- All columns --------------------------------------------------------------------------------
 
 // A block has BM rows with all their columns (C <= BN), so W is read B / BM times instead of B
-// times. D is split twice. The warps of a block share it, and their sums meet in shared memory. And
-// gridDim.y blocks have the same rows and share D: their sums go to `partial`, and the last of
-// these blocks to arrive adds them up, always in the same order. In the end a warp takes a row at a
-// time.
+// times. There is split-K twice. The warps of a block share D, and their sums meet in shared
+// memory. And gridDim.y blocks have the same rows and share D. Their sums go to `partial`, and the
+// last of these blocks to arrive adds them up, always in the same order. In the end a warp takes a
+// row at a time.
 //
-// Why is D split? 1024 rows are 32 blocks of 32 rows, for a GPU of 132 multiprocessors, and each of
-// them would read all of W by itself: of 1024 x 100 that is 400 KB, at some 64 bytes a cycle. Four
-// times as many blocks read a quarter each.
+// Why do blocks share D? 1024 rows are 32 blocks of 32 rows, for a GPU of 132 multiprocessors, and
+// each of them would read all of W by itself, 400 KB if it is 1024 x 100. Four times as many blocks
+// read a quarter each.
 template <class Tile>
 __global__ void __launch_bounds__(Tile::kThreads, 1) all_columns(Factors factors, Results results) {
   start_next_kernel();
@@ -92,12 +92,11 @@ __global__ void __launch_bounds__(Tile::kThreads, 1) all_columns(Factors factors
 
 // ---- Tiles of a row -----------------------------------------------------------------------------
 
-// Here a row does not fit into a block. 64 rows of 1000 columns are 64000 sums, about as many as a
-// multiprocessor has registers, and blocks of fewer rows would read W too often. So blocks have
-// tiles of BM x BN, as for any product, and of each row a warp has kCols columns. It writes their
-// logits. It also leaves their maximum, and their sum relative to it, which the lanes that share a
-// row find with a few shuffles: this is "online softmax", no part has to know another one's
-// maximum.
+// Lesson 9's *online tiles*. Here a row does not fit into a block: 64 rows of 1000 columns are
+// 64000 sums, about as many as a multiprocessor has registers, and blocks of fewer rows would read
+// W too often. So blocks have tiles of BM x BN, and of each row a warp has kCols columns. It writes
+// their logits. It also leaves their maximum, and their sum relative to it, which the lanes that
+// share a row find by a few shuffles. So no part has to know another one's maximum.
 //
 // finish_columns() (rows.cuh) merges a row's parts and makes probabilities of the logits, each of
 // which is read once. (A row's last block could do that in the same launch. But it would have all
@@ -153,9 +152,9 @@ __global__ void __launch_bounds__(Tile::kThreads) column_tiles(Factors factors, 
 // ---- Which of the two, with which tiles ---------------------------------------------------------
 
 /// What a tile costs a multiprocessor, in clock cycles: a step, and what comes after the steps. A
-/// step takes so much more if rows of W start at multiples of 8 bytes, or of 4 bytes only: then it
-/// comes in pairs, or in single numbers. Where a multiprocessor has room for several blocks, one
-/// takes `share` of the time that it takes alone.
+/// step takes longer if rows of W start at multiples of 8 bytes only (`pairs`), or of 4
+/// (`singles`), since then W comes in pairs, or number by number. If a multiprocessor has room for
+/// several blocks, each takes `share` of the time that it takes alone.
 struct TileCost {
   Math math;
   int rows, cols;
@@ -167,7 +166,7 @@ inline constexpr TileCost kTileCosts[] = {{Math::split, 16, 56, 1520, 3330, 0.15
                                           {Math::split, 128, 128, 5600, 4620, 0.07, 0.13},
                                           {Math::fp32, 8, 16, 706, 2350, 0.03, 0.21, 0.66}};
 
-/// Those of a tile. Of others less is known.
+/// The costs of a tile. One that is not in the table has an estimate by its size.
 template <class Tile>
 constexpr TileCost cost_of_tile() {
   for (const TileCost& cost : kTileCosts) {
@@ -180,7 +179,7 @@ constexpr TileCost cost_of_tile() {
 }
 
 /// How long `tiles` tiles take one after another, with so many inputs each. `finish`: cycles after
-/// the steps of each. In TF32 it is not known.
+/// the steps of each. There is no estimate for TF32.
 template <class Tile>
 double tiles_microseconds(const Layer& layer, double tiles, int inputs, double finish) {
   if (Tile::kMath == Math::tf32) return INFINITY;
@@ -191,7 +190,7 @@ double tiles_microseconds(const Layer& layer, double tiles, int inputs, double f
          cycles();
 }
 
-// D is split until the GPU is full, but into no less than kLeastDepth.
+// More blocks share D until the GPU is full, but none has fewer than kLeastDepth inputs.
 constexpr int kLeastDepth = 128;
 template <class Tile>
 Product make_all_columns(const Layer& layer) {
@@ -227,7 +226,7 @@ Product make_column_tiles(const Layer& layer) {
   };
   Product product = half_fused(layer, "online", column_tiles<Tile>, Tile::kStageBytes, 1,
                                static_cast<int>(blocks_for(layer.C, Tile::kCols)), launch);
-  // A warp whose rows do not exist has nothing to do after its steps.
+  // A warp without rows has nothing to do after its steps.
   const double finish =
       std::min(1.0, 1.0 * layer.B / Tile::BM) *
       (cost_of_tile<Tile>().finish * (layer.C % 2 != 0 ? 2 : 1) + (leaves_parts(layer) ? 3400 : 0));
@@ -255,9 +254,10 @@ Product make_product(const Layer& layer) {
   if (C <= 104 && large) return make_all_columns<Tile<kMath, 32, 104, 64, 2, 1, 4, 4>>(layer);
   if (C <= 256 && large) return make_all_columns<Tile<kMath, 32, 256, 32, 1, 4, 2, 3>>(layer);
   if (large || (medium && C > 256)) {
-    // A warp's sums. TF32: 64 x 32, as W comes from shared memory in single floats. fp32: 32 x 64,
-    // as both factors come as vectors of 4. 3xTF32: 32 x 32 of twice as many warps, as a thread
-    // also has the sums of a step, and both numbers of each split operand.
+    // A warp's sums are 64 x 32 in TF32, as W comes from shared memory in single floats. In fp32
+    // they are 32 x 64, as both factors come as vectors of 4. In 3xTF32 they are 32 x 32, of twice
+    // as many warps, since a thread also has the sums of a step, and both numbers of each split
+    // operand.
     constexpr int kWarpsM = kMath == Math::tf32 ? 2 : 4;
     constexpr int kWarpsN = kMath == Math::fp32 ? 2 : 4;
     return make_column_tiles<Tile<kMath, 128, 128, 32, kWarpsM, kWarpsN, 1, 3>>(layer);

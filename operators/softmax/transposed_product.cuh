@@ -1,14 +1,15 @@
-// What the operator's kernels for Hopper share: the product sum^T = W^T x^T in TF32, with W^T in
-// registers.
+// What the operator's kernels for Hopper share: the transposed product sum^T = W^T x^T in TF32,
+// with W^T in registers.
 //
-// Why transposed? In TF32 wgmma takes a factor from shared memory only if its elements are
-// contiguous along k, which is D here. Those of x are, those of W are not. So x^T is the factor
-// from shared memory, as the copy engine leaves it there, and W^T comes from registers. Columns of
-// the sum, as wgmma has it, are rows of x.
+// In TF32 wgmma takes a factor from shared memory only if its elements are contiguous along the
+// dimension that is summed, D here. A row of x is, and a column of W is not. So x^T is the factor
+// from shared memory, as the copy engine leaves it there, and W^T comes from registers. Rows of a
+// Sum are columns of W, and columns of a Sum are rows of x.
 //
-// A warpgroup has 64 columns of W, a warp 16. For wgmma they are rows of W^T, and a thread has two
-// of them. Which column is which row is ours to say. A thread's two are neighbours, so that W is
-// read 8 bytes at a time (but not where rows of W are not aligned, see exchange.cuh).
+// A warpgroup has 64 columns of W, and a warp has 16. wgmma gives a thread two rows of W^T, and any
+// two columns of W may be these, as long as the results are read in the same order. A thread's two
+// are neighbours, so that one load of 8 bytes brings both (but not if rows of W are not aligned,
+// see exchange.cuh).
 #pragma once
 
 #include "operators/softmax/fp32_product.cuh"
@@ -20,9 +21,9 @@ using namespace primitives;
 
 #if HOPPER_CODE
 // Loads a thread's fragments of W^T from memory: of the classes col and col + 1, for the inputs
-// from d0 on, 32 for each of w[]. All loads are under way before the first value is needed. Inputs
-// that do not exist are zeros. Classes that do not exist get another class's values; nobody looks
-// at what becomes of them.
+// from d0 on, 32 for each of w[]. All loads are under way before the first value is needed. With
+// kInside all inputs exist; otherwise those that do not are zeros. Classes that do not exist get
+// another class's values, and their sums are not used.
 template <bool kInside, int kCount>
 __device__ inline void load_fragments(LeftFragments<float> (&w)[kCount], const float* W, int d0,
                                       int col, int D, int C) {
@@ -98,8 +99,8 @@ __device__ inline void load_columns(unsigned (&w)[kTiles][4][4], const float* W,
   }
 }
 
-// Splits `count` elements (a multiple of 4) into two TF32 numbers each, so that high + low is what
-// `high` was. All `threads` threads call this; `first` is the caller's number among them.
+// Splits `count` elements (a multiple of 4) into two TF32 numbers each: high + low is nearly what
+// `high` was. `threads` threads call this; `first` is the caller's number among them.
 __device__ inline void split_all(float* high, float* low, int count, int first, int threads) {
 #pragma unroll 2
   for (int i = 4 * first; i < count; i += 4 * threads) {
@@ -113,9 +114,8 @@ __device__ inline void split_all(float* high, float* low, int count, int first, 
   }
 }
 
-// Starts the products of a warpgroup's 64 classes with kRows rows of x, for 32 of the D inputs;
-// wgmma_wait() has to follow. w are a thread's fragments of W^T, any fp32 numbers, which are
-// rounded first.
+// Starts the products of a warpgroup's 64 classes with kRows rows of x, for 32 inputs; wgmma_wait()
+// has to follow. w are a thread's fragments of W^T in fp32, which are rounded first.
 template <int kRows>
 __device__ inline void start_rounded(Sum<kRows>& sum, const LeftFragments<float>& w,
                                      const ColumnTile<float, kRows>& x, bool add) {
@@ -128,8 +128,8 @@ __device__ inline void start_rounded(Sum<kRows>& sum, const LeftFragments<float>
   sum.start_product(rounded, x.columns(), add);
 }
 
-// The same in 3xTF32: x is the sum of two tiles, and w is split here. When this returns, the
-// products are done and added.
+// The same in 3xTF32. x has been split into two tiles before, and w is split here. When this
+// returns, the products are done and added.
 template <int kRows>
 __device__ inline void add_split(Sum<kRows>& sum, const LeftFragments<float>& w,
                                  const ColumnTile<float, kRows>& x,
