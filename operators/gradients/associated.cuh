@@ -1,9 +1,9 @@
-// Lesson 8's *associated*, for compute capability 8.0 and newer: all products of a tile of vertices
-// by mma.sync and cp.async, forward and backward, for any V and W and E up to 256. What is launched
-// before and after is in small_products.cuh, how these are launched in portable.cuh.
+// Lesson 8's *associated*, for compute capability 8.0 and newer: by mma.sync and cp.async, forward
+// and backward, for any V and W, and E up to 256. What is launched before and after is in
+// small_products.cuh, and how these are launched in portable.cuh.
 //
-// x, M1 and M2 stay on chip, and Gr and Gi stream through. Long rows are cut into boxes of 64
-// columns, each a tile of its own, swizzled. What E and W do not fill is zero.
+// A block's columns of x, M1 and M2 stay on chip, and Gr and Gi stream through it. Long rows are
+// cut into boxes of 64 columns, each a tile of its own, swizzled. What E and W do not fill is zero.
 #pragma once
 
 #include "operators/gradients/gradients.h"
@@ -22,14 +22,15 @@ __host__ __device__ constexpr int boxes_of(int64_t extent) {
   return static_cast<int>(ceil_div(extent, kBoxSide));
 }
 
-// A warp's sums, WV x WN each.
+// A warp's sums, WV x WN each, of xr, xi, ar and ai.
 template <int WV, int WN>
 struct WarpGradients {
   Sums<WV, WN> xr = {}, xi = {}, ar = {}, ai = {};
 };
 
 // xr += Gr x, xi += Gi x, ar += Gr M1 - Gi M2, ai += Gi M1 + Gr M2 for 64 of the inner dimension:
-// six products from two left factors. right_tiles: those of x, M1 and M2, 64 rows of kCols columns.
+// all six products from two left factors. The warp's results start at (row, col). right_tiles are
+// those of x, M1 and M2, 64 rows of kCols columns each.
 template <int kCols, int WV, int WN>
 __device__ __forceinline__ void add_box(WarpGradients<WV, WN>& sums, const bf16* Gr_tile,
                                         const bf16* Gi_tile, const bf16* right_tiles, int row,
@@ -53,8 +54,7 @@ __device__ __forceinline__ void add_box(WarpGradients<WV, WN>& sums, const bf16*
   }
 }
 
-// Starts the copies of columns w0 to w0 + kCols - 1 of x, M1 and M2, box by box as add_box takes
-// them.
+// Starts the copies of columns w0 to w0 + kCols - 1 of x, M1 and M2, as add_box takes them.
 template <int kCols, int kThreads>
 __device__ void copy_right_factors(bf16* to, const GradientsOperands& in, const bf16* M, int w0) {
   for (int e = 0; e < in.E; e += kBoxSide) {
@@ -65,7 +65,8 @@ __device__ void copy_right_factors(bf16* to, const GradientsOperands& in, const 
   }
 }
 
-// CopiesAhead for one stage: where nothing else fits, a block waits for each step.
+// CopiesAhead with a single stage, for a block that has no room for two: it waits for the copies of
+// each step.
 template <class Copy>
 class CopiesInTurn {
  public:
@@ -92,8 +93,9 @@ __device__ auto copies_by(const Copy& copy) {
   }
 }
 
-// What a block has forward: kColumns columns of x, M1 and M2, all E rows; kStageCount stages of 64
-// x 64 tiles of Gr and Gi. A warp has kRows x 32 results.
+// A block has kColumns columns of x, M1 and M2, all E rows, which stay. It has kStageCount stages,
+// each with a 64 x 64 tile of Gr and one of Gi. It also has a staging area for 64 x kColumns
+// results. A warp has kRows x 32 of these.
 template <int kColumns, int kRows, int kStageCount>
 struct PortableForward {
   static constexpr int BV = kBoxSide, BN = kColumns, WV = kRows, kStages = kStageCount;
@@ -106,10 +108,11 @@ struct PortableForward {
   }
 };
 
-// out = tanh(xr ar + xi ai). As many blocks as fit on the GPU stay, block (i, j) with columns BN i
-// and on of x, M1 and M2, and take tile after tile of 64 rows of Gr and Gi. Blocks of the same rows
-// run at the same time: so Gr and Gi come from memory once. One lane has all of an element, 128
-// registers of sums in wide tiles: nothing between the products and tanh leaves them.
+// Computes out = tanh(xr ar + xi ai). As many blocks as fit on the GPU stay, each with its columns
+// of x, M1 and M2, and take tile after tile of 64 rows of Gr and Gi. The blocks that own the
+// columns of the same rows run at the same time. So Gr and Gi are read from memory once, and by the
+// other blocks from the L2 cache. One lane has all of an element: xr, xi, ar and ai. So xr and xi
+// need not be rounded. With wide tiles a lane has 128 registers of sums.
 template <class Tiles>
 __global__ void __launch_bounds__(Tiles::kThreads, 2)
     associated_features(GradientsOperands in, const bf16* M) {
@@ -132,7 +135,7 @@ __global__ void __launch_bounds__(Tiles::kThreads, 2)
                                                        tile * kBoxSide, k0, in.V, in.E);
   };
 
-  // These copies are in one group with those of step 0: the first next() waits for them, too.
+  // These copies are in one group with those of step 0, so the first next() waits for them, too.
   copy_right_factors<BN, Tiles::kThreads>(right_tiles, in, M, w0);
   auto ahead = copies_ahead<kStages>(copy_step);
   for (int64_t tile = blockIdx.y; tile < tile_count; tile += gridDim.y) {
@@ -152,10 +155,10 @@ __global__ void __launch_bounds__(Tiles::kThreads, 2)
   }
 }
 
-// What a block has backward: kColumns columns of x, M1 and M2, which stay; stages of kVertices rows
-// of Gr, Gi and of these columns of dOut; and the products P, Q, R, S of one tile. The first warps
-// compute WV x WN of those each; every warp owns 32 x 32 of each of the three sums, so that the
-// block has kEigen rows of them.
+// A block has kColumns columns of x, M1 and M2, which stay. It has stages, each with kVertices rows
+// of Gr, of Gi and of these columns of dOut. Beside the stages it has P, Q, R and S of one tile.
+// The first kMakers warps compute kRowsOfWarp x kColsOfWarp of each of these four. Every warp owns
+// 32 x 32 of each of the three sums, of kEigen rows in all.
 template <int kEigen, int kVertices, int kColumns, int kRowsOfWarp, int kColsOfWarp,
           int kStageCount>
 struct PortableBackward {
@@ -174,8 +177,9 @@ struct PortableBackward {
   }
 };
 
-// 1 - tanh(u)^2, as 4 e / (1 + e)^2 with e = exp(-2 |u|): its relative error is small for all u.
-// 4 e is computed as a power of 2; a result below 2^-126 becomes 0.
+// 1 - tanh(u)^2. Where |tanh(u)| is near 1, that difference would have hardly a correct digit. With
+// e = exp(-2 |u|) it is equal to 4 e / (1 + e)^2, and this quotient has a small relative error for
+// all u. 4 e is computed as a power of 2. A result below 2^-126 becomes 0.
 __device__ inline float slope_of_tanh(float u) {
   constexpr float kLog2E = 1.44269504f;
   const float four_e = exp2_approximate(2 - 2 * kLog2E * fabsf(u));
@@ -183,7 +187,8 @@ __device__ inline float slope_of_tanh(float u) {
   return inverse * (four_e * inverse);
 }
 
-// P, Q, R and S from a warp's sums and dOut, rounded, to their tiles, which lie in this order.
+// Computes P, Q, R and S from a warp's sums and dOut, and writes them, rounded, into their tiles in
+// shared memory. These lie one after the other, in this order.
 template <int BV, int BN, int WV, int WN>
 __device__ __forceinline__ void leave_products(bf16* products, const WarpGradients<WV, WN>& sums,
                                                bf16* d_out_tile, int row, int col) {
@@ -206,12 +211,15 @@ __device__ __forceinline__ void leave_products(bf16* products, const WarpGradien
   }
 }
 
-// A warp's 32 x 32 of each sum over V.
+// A warp's 32 x 32 elements of each sum over V.
 struct SumsOverVertices {
   Sums<32, 32> dM1 = {}, dM2 = {}, D = {};
 };
 
-// sums += Gr^T [P | Q | R] and Gi^T [Q | -P | S] of BV vertices.
+// Adds what BV vertices contribute to a warp's sums, Gr^T [P | Q | R] and Gi^T [Q | -P | S] for
+// [dM1 | dM2 | D]. In the tiles of Gr and Gi the warp's part starts at column `row`, in the tiles
+// of P, Q, R and S at column `col`. mma.sync can only add a product. So for - Gi^T P the fragments
+// of Gi change their signs.
 template <int BV, int BN>
 __device__ __forceinline__ void add_vertices(SumsOverVertices& sums, const bf16* Gr_tile,
                                              const bf16* Gi_tile, const bf16* products, int row,
@@ -238,10 +246,14 @@ __device__ __forceinline__ void add_vertices(SumsOverVertices& sums, const bf16*
   }
 }
 
-// partials (slices, 3, E, W): dM1, dM2 and D, summed up over every gridDim.y-th tile of BV
-// vertices. The tiles of Gr and Gi that make P, Q, R and S are the left factors of the sums, too,
-// transposed on the way to registers: each is read from memory once and used for both, and P, Q, R
-// and S exist for one tile at a time, on chip.
+// Writes partials (slices, 3, E, W): for each slice dM1, dM2 and D, summed up over every
+// gridDim.y-th tile of BV vertices. Block (i, slice) owns BN columns of x, M1, M2 and of the sums.
+//
+// The tiles of Gr and Gi that make P, Q, R and S are the left factors of the sums, too, transposed
+// by ldmatrix on the way to the registers. So a block copies each tile once. P, Q, R and S exist
+// for one tile at a time, in shared memory. One warp's products are read by others, so a barrier
+// stands between them and the sums. The barrier in next() stands between the sums and the next
+// tile's products.
 template <class Tiles>
 __global__ void __launch_bounds__(Tiles::kThreads, Tiles::kBlocks)
     accumulate_backward(GradientsOperands in, const bf16* M, float* partials) {
@@ -290,7 +302,7 @@ __global__ void __launch_bounds__(Tiles::kThreads, Tiles::kBlocks)
       }
       leave_products<BV, BN>(products, of_tile, from.d_out, row, col);
     }
-    __syncthreads();  // before the next tile's, next() has another one
+    __syncthreads();  // all products of the tile are there
     if (sum_row < in.E) {
       const int left = sum_row / kBoxSide * kBoxSide * BV;
       add_vertices<BV, BN>(sums, from.Gr + left, from.Gi + left, products, sum_row % kBoxSide,

@@ -1,5 +1,6 @@
-// Gradient features, backward: dM1, dM2 and D, summed up over the vertices. What lies in shared
-// memory, and how it is loaded, is in tiles.cuh; what becomes of the sums in small_products.cuh.
+// Lesson 8's backward *warp specialization*, for E up to 256: dM1, dM2 and D, summed up over the
+// vertices. What lies in shared memory, and how it is loaded, is in tiles.cuh; what becomes of the
+// sums in small_products.cuh.
 #pragma once
 
 #include "operators/gradients/tiles.cuh"
@@ -11,45 +12,46 @@
 
 namespace operators::gradients {
 
-// Backward, three warpgroups work like an assembly line. Two make P, Q, R, S. The third multiplies
-// these by Gr^T and Gi^T, transposed where they lie, and keeps the sums,
+// Four warpgroups work like an assembly line. In warpgroup 0 one thread copies. Warpgroups 1 and 2,
+// the makers, make P, Q, R and S. Warpgroup 3 multiplies these by Gr^T and Gi^T, transposed where
+// they lie, and keeps the sums,
 //
 //     [dM1 | D | dM2] += Gr^T [P | R | Q] + Gi^T [Q | S | -P]
 //
-// in up to 192 registers a thread. Shared memory is nearly as busy as the tensor cores: so the
+// in up to 192 registers of a thread. Shared memory is nearly as busy as the tensor cores. So the
 // three products with Gr^T are one instruction of up to 192 columns, which reads its rows of Gr^T
 // once.
 //
-// To make P, Q, R, S from the sums takes a warpgroup as long as its product does, or longer. If one
-// warpgroup did both, the tensor cores would wait. Of two, each makes half of a tile's P, Q, R, S,
-// or one multiplies while the other one makes them. Registers suffice for two: 96 of 128 are sums,
-// and left factors come from shared memory, not from registers.
+// To make P, Q, R and S from the sums takes a warpgroup as long as the products before it, or
+// longer. With one maker warpgroup 3 and the tensor cores would wait for it. Of two, each makes
+// half of a tile's columns, or they take turns, tile by tile. A maker has 128 registers a thread,
+// of which 96 are sums. So left factors come from shared memory.
 //
-// Two things differ from other kernels. A stage of Gr and Gi is read twice, first for the products
-// and then with them, so that only the third warpgroup gives it back. And P, Q, R, S go to it
-// through a pipeline of one stage, which threads fill (Maker), not the copy engine.
+// Two things differ from other kernels. A stage of Gr and Gi is read twice, by the makers and by
+// warpgroup 3, and only warpgroup 3 gives it back. And P, Q, R and S go to it through a pipeline of
+// one stage, which threads fill (Maker), and not the copy engine.
 
 // A block's part of the sums is E x kCols: 32 columns, or up to E = 128 also 64.
 template <int kStepCount, int kColCount>
 struct HopperBackward {
   static constexpr int kSteps = kStepCount, kCols = kColCount, kHalves = kCols / 32;
   static constexpr int kStages = kCols == 64 ? 6 : 12 - kSteps;  // as many as fit
-  // Tiles of vertices whose steps are in the stages at a time.
+  // The number of tiles whose steps are in the stages at a time.
   static constexpr int kTiles = kCols == 64 ? kStages / kSteps : 1;
   static constexpr int kMakers = kCols == 64 ? 1 : 2;  // that take turns
   BackwardFactors right[kHalves][kSteps];
   LeftFactors left[kStages];
-  Box<bf16, 64> d_out[kTiles];  // of 64 columns: comes with a tile's first step
+  Box<bf16, 64> d_out[kTiles];  // with 64 columns: it comes with a tile's first step
   Pipeline<Products<kCols>, 1, kMakers> products;
   StageBarriers<kStages> stages;
   Barrier loaded[kHalves];
 };
 
 #if HOPPER_CODE
-// A warpgroup's sums of 64 vertices and 32 features: Gr [M1 | M2 | x] and Gi [M1 | M2 | x], 96
-// registers of a thread, of which combine() makes ar and ai. That is half as many registers again
-// for a feature as forward. But M1 and M2 are on chip only once, and a left factor from shared
-// memory is read once for all three right ones.
+// A maker's sums of 64 vertices and 32 features, 96 registers of a thread: Gr [M1 | M2 | x] and Gi
+// [M1 | M2 | x]. combine() makes ar = Gr M1 - Gi M2 and ai = Gr M2 + Gi M1 of them, in the places
+// of Gr M1 and Gr M2. Forward a thread has 128 registers of sums for 64 features. But here -M2 need
+// not be on chip, and a left factor from shared memory is read once for all three right factors.
 struct GradientPairs {
   Sum<96> by_gr, by_gi;
 
@@ -58,7 +60,8 @@ struct GradientPairs {
   __device__ float& xr(int e) { return by_gr.elements[32 + e]; }
   __device__ float& xi(int e) { return by_gi.elements[32 + e]; }
 
-  // Starts to add (or, if not `add`, to assign) the product of a step's first kTaken slices.
+  // Starts the product of a step's first kTaken slices, which is added to the sums or, if not
+  // `add`, assigned.
   template <int kTaken = kSlices>
   __device__ void start_product(const LeftFactors& left, const BackwardFactors& right, bool add) {
     wgmma_fence();
@@ -70,7 +73,7 @@ struct GradientPairs {
     }
     wgmma_commit();
   }
-  // ar = Gr M1 - Gi M2, ai = Gr M2 + Gi M1
+  // Makes ar and ai in their places.
   __device__ void combine() {
 #pragma unroll
     for (int e = 0; e < 16; ++e) {
@@ -80,9 +83,8 @@ struct GradientPairs {
   }
 };
 
-// R, S, P, Q in the place of ar, ai, xr, xi: times g = dOut * (1 - tanh(u)^2), which is dOut *
-// 4 e / (1 + e)^2 with e = exp(-2 |u|), see tanh_slope. Here 4 e is computed as a power of 2; a
-// result below 2^-126 becomes 0.
+// Multiplies by g: R, S, P and Q take the places of ar, ai, xr and xi. g = dOut * (1 - tanh(u)^2),
+// which is computed as slope_of_tanh() in associated.cuh does.
 __device__ inline void multiply_by_g(GradientPairs& sums, const uint32_t (&d_out)[8]) {
   constexpr float kLog2E = 1.44269504f;
 #pragma unroll
@@ -99,9 +101,10 @@ __device__ inline void multiply_by_g(GradientPairs& sums, const uint32_t (&d_out
   }
 }
 
-// What two warpgroups do: they compute what the forward pass did, then P, Q, R, S, and leave these
-// in shared memory. Of 64 columns either has one half, of 32 columns every second tile. They read
-// stages, but give none back: the third warpgroup does, which reads the same later.
+// What a maker does with its tiles: it computes what the forward pass did, then P, Q, R and S, and
+// leaves these in shared memory. With 64 columns either maker has one half of them, with 32 columns
+// every second tile. Makers give no stage back: warpgroup 3 reads the same stage later, and does
+// that.
 template <class Shared, class Cluster>
 __device__ inline void make_products(Shared& shared, const Cluster& cluster, const bf16* d_out,
                                      int col0, int V, int E, int W) {
@@ -139,13 +142,14 @@ __device__ inline void make_products(Shared& shared, const Cluster& cluster, con
     maker.wait().store(sums, 32 * half);
     maker.fill();
     maker.next(Shared::kMakers);
-    if constexpr (!kShare) reader.next(kSteps);  // the other one's tile
+    if constexpr (!kShare) reader.next(kSteps);  // past the other maker's tile
   }
 }
 #endif
 
-// The assembly line. partials (clusters of a slab, 3, E, W): dM1, dM2 and D, summed up over each
-// cluster's tiles.
+// Writes partials (slices, 3, E, W): for each slice dM1, dM2 and D, summed up over its tiles.
+// blockIdx.y is the slice, and its tiles are every gridDim.y-th one. A row of the grid is a
+// cluster, and each of its blocks has other columns. blockIdx.z counts the clusters along W.
 template <int kSteps, int kCols>
 __global__ void __launch_bounds__(512, 1)
     hopper_accumulate_backward(const __grid_constant__ GradientMaps maps, const bf16* d_out,

@@ -1,5 +1,5 @@
-// The gradient features of lesson 8 on Hopper, forward and backward, for any V, E up to 256 and any
-// W: how their kernels are launched.
+// How the gradient features of lesson 8 are launched on Hopper, forward and backward, for any V and
+// W, and E up to 256.
 #pragma once
 
 #include <algorithm>
@@ -15,7 +15,8 @@
 
 namespace operators::gradients {
 
-/// Of coefficients, for which there are blocks: steps of 64. Of blocks in a cluster.
+/// There are blocks for up to kMostSteps steps of 64 coefficients, and clusters of up to
+/// kMostBlocks blocks.
 inline constexpr unsigned kMostSteps = 4, kMostBlocks = 2;
 inline constexpr int64_t kMostEigen = kMostSteps * kStepK;
 inline constexpr int kForwardThreads = 384, kBackwardThreads = 512;
@@ -37,8 +38,8 @@ class GradientFeatures {
       : steps == 3 ? plan_forward<3>(workspace)
                    : plan_forward<4>(workspace);
     } else {
-      // With half as many columns there are half as many partial sums, which is less to do at the
-      // end; but more to fetch for each tile.
+      // With 32 columns a block there are half as many slices of V, so half as many partial sums to
+      // add up at the end. But each tile is fetched for fewer columns.
       const bool wide = shape.W > 32 && (steps == 1 || shape.V >= int64_t{256} * multiprocessors());
       steps == 1   ? wide ? plan_backward<1, 64>(workspace) : plan_backward<1, 32>(workspace)
         : steps == 2 ? wide ? plan_backward<2, 64>(workspace) : plan_backward<2, 32>(workspace)
@@ -47,15 +48,18 @@ class GradientFeatures {
     }
   }
 
-  /// One; or none, where E is too large, or the device has no room for a cluster.
+  /// One way; or none, if E is too large, or the device has no room for a cluster.
   const std::vector<Way>& ways() const { return ways_; }
-  /// Backward: how many vertices a cluster adds up, at most, before its sum is added to others.
+  /// Backward: how many vertices a cluster adds up, at most, before its sum is added to those of
+  /// others.
   int64_t vertices_of_a_cluster() const { return vertices_of_a_cluster_; }
   double workspace_bytes() const { return workspace_bytes_; }
 
  private:
-  /// The grid, for `cols` columns a block. x: blocks of a cluster, y: clusters, z: slabs; y is 0
-  /// where no cluster fits. The device is asked once for each number of blocks in a cluster.
+  /// The grid, for `cols` columns a block. x: the blocks of a cluster, y: slices of V, z: clusters
+  /// along W. There are as many clusters as the device holds, or fewer if these need no more
+  /// rounds. y is 0 where no cluster fits. The device is asked once for each number of blocks in a
+  /// cluster.
   template <typename Shared, auto kKernel, int kThreads>
   dim3 clusters_for(int cols) const {
     const unsigned groups = blocks_for(shape_.W, cols);
@@ -75,7 +79,7 @@ class GradientFeatures {
     return fact_of_device([] { return clusters_that_fit(kKernel, kBlocks, kThreads, kBytes); });
   }
 
-  /// M: M1, M2, -M2.
+  /// M has M1, M2 and, forward, -M2.
   static GradientMaps maps_of(const GradientsOperands& in, const bf16* M, const bf16* vertices) {
     const int64_t count = static_cast<int64_t>(in.E) * in.W;
     return {.Gr = tensor_map<bf16>(in.Gr, in.V, in.E, 64),
@@ -87,8 +91,8 @@ class GradientFeatures {
             .vertices = tensor_map<bf16>(vertices, in.V, in.W, 64)};
   }
 
-  /// associate waits for all before it. So hopper_features may read Gr, Gi early; it waits for M1,
-  /// M2.
+  /// `associate` starts when all kernels before it have ended. So hopper_features, which is
+  /// launched early, may read Gr, Gi and x before `associate` has ended; it waits for M1 and M2.
   template <int kSteps>
   void plan_forward(const Workspace& workspace) {
     using Shared = HopperForward<kSteps>;
@@ -97,8 +101,8 @@ class GradientFeatures {
     const auto grid_for = [this](int groups) {
       return clusters_for<Shared, hopper_features<kSteps>, kForwardThreads>(64 * groups);
     };
-    // With two groups Gr and Gi are read less often. With one there is less to load before the
-    // start, which is better as long as a consumer has no more than one tile.
+    // With two groups of columns Gr and Gi are read less often. With one there is less to load
+    // before the start, which is better as long as a consumer has no more than one tile.
     const bool one_group = W <= 64 || blocks_for(V, 64) <= 2 * grid_for(1).y;
     const int groups = one_group ? 1 : Shared::kGroups;
     const dim3 blocks = grid_for(groups);
@@ -124,7 +128,7 @@ class GradientFeatures {
     const dim3 blocks =
         clusters_for<Shared, hopper_accumulate_backward<kSteps, kCols>, kBackwardThreads>(kCols);
     if (blocks.y == 0) return;
-    // [M1 | M2], 32 columns of either in turn.
+    // M is [M1 | M2], 32 columns of either in turn.
     const int cols = static_cast<int>(blocks_for(W, 32)) * 32;
     const Layout layout = {.matrix = 32, .row = 2 * cols, .group = 64, .cols = cols};
     const int64_t count = shape_.coefficients();
@@ -148,7 +152,7 @@ class GradientFeatures {
     add_way(kCols, blocks, 24, launch, kBytes);
   }
 
-  /// `operations`: of a vertex, a coefficient and a feature.
+  /// `operations`: for each vertex, coefficient and feature.
   template <typename Launch>
   void add_way(int cols, dim3 blocks, int operations, const Launch& launch, int shared_bytes) {
     const double all = static_cast<double>(operations) * static_cast<double>(shape_.V) *

@@ -1,5 +1,6 @@
-// Gradient features, forward: out = tanh(xr ar + xi ai), all six products by wgmma. What lies in
-// shared memory, and how it is loaded, is in tiles.cuh; the launch in features.cuh.
+// Lesson 8's forward *cluster*, for E up to 256: out = tanh(xr ar + xi ai), all six products by
+// wgmma. What lies in shared memory, and how it is loaded, is in tiles.cuh; the launch in
+// features.cuh.
 #pragma once
 
 #include <algorithm>
@@ -13,7 +14,7 @@
 namespace operators::gradients {
 
 #if HOPPER_CODE
-// What a thread holds of 64 rows and 64 columns of Gr and Gi: its fragments as left factors.
+// A thread's fragments of 64 rows and 64 columns of Gr and Gi, as left factors.
 struct FactorFragments {
   LeftFragments<bf16> Gr, Gi;
 };
@@ -28,7 +29,8 @@ __device__ inline void load_fragments(FactorFragments (&to)[kCount],
 }
 
 // A warpgroup's sums of 64 vertices and 64 features, 128 registers of a thread. ar(e), ai(e), xr(e)
-// and xi(e) belong to the same vertex and feature.
+// and xi(e) belong to the same vertex and feature. So a thread computes the result of this element
+// without any other thread.
 struct Gradients {
   Sum<128> a;  // [ar | ai]
   Sum<64> r, i;
@@ -39,11 +41,10 @@ struct Gradients {
   __device__ float& xi(int e) { return i.elements[e]; }
 };
 
-// Adds (or, if not `add`, assigns) the product of a segment's first kSteps steps, and of each step
-// its first kTaken slices of 16. Two boxes that lie next to each other, M1 and M2, or -M2 and M1,
-// are one right factor of 128 columns. The left factors come from registers. If wgmma took them
-// from shared memory, it would read each again for each right factor, and shared memory has no
-// bandwidth to spare.
+// Adds (or, if not `add`, assigns) all six products of a segment's first kSteps steps, and of each
+// step its first kTaken slices of 16. Two right factors side by side, M1 and M2, or -M2 and M1, are
+// one of 128 columns. Left factors are in registers. If wgmma took them from shared memory, it
+// would read each of them again for each right factor, and shared memory has no bandwidth to spare.
 template <int kSteps, int kTaken = kSlices, int kCount>
 __device__ inline void multiply_segment(Gradients& sums, const FactorFragments (&left)[kCount],
                                         const RightFactors* right, bool add) {
@@ -64,8 +65,8 @@ __device__ inline void multiply_segment(Gradients& sums, const FactorFragments (
   wgmma_wait<0>();
 }
 
-// Assigns the product of the first segment, which has kSteps steps. Up to E = 32 half a step is
-// all.
+// Assigns the products of the first segment, which has kSteps steps. If E is at most 32, half a
+// step is all.
 template <int kSteps>
 __device__ inline void multiply_first_segment(Gradients& sums,
                                               const FactorFragments (&left)[kSteps],
@@ -81,7 +82,7 @@ __device__ inline void multiply_first_segment(Gradients& sums,
 template <int kSteps>
 struct HopperForward {
   static constexpr int kSegments = (kSteps + 1) / 2, kFirst = steps_of(0, kSteps);
-  static constexpr int kStages = kSteps == 1 ? 8 : 2;  // of narrow rows more have to be under way
+  static constexpr int kStages = kSteps == 1 ? 8 : 2;  // narrow rows: more have to be under way
   static constexpr int kTurns = std::max(kStages, 2 * kSegments);
   static constexpr int kGroups = 2 / kSegments;  // of 64 columns, at most
   struct Segment {
@@ -93,11 +94,11 @@ struct HopperForward {
   Barrier loaded[kGroups];
 };
 
-// Clusters stay, and take tile after tile of 64 rows. Each block has one or two `groups` of 64
-// columns (one, if E has two segments), all of whose right factors it keeps, up to 128 KB. Two
-// consumer warpgroups take every other tile each. Nothing makes them alternate, but while one
-// computes tanh and writes, the other one has the tensor cores to itself. A segment's fragments, 64
-// registers, serve all columns, so that its stage is free again early.
+// Clusters are persistent, and take tile after tile of 64 rows. Each block has one or two `groups`
+// of 64 columns of the right factors, up to 128 KB (one group, if E has two segments). Two consumer
+// warpgroups take every other tile each. While one of them computes tanh and stores, the other one
+// has the tensor cores to itself (ping-pong). A segment's fragments stay in 64 registers of each
+// thread and serve all columns, so that its stage is free again early.
 //
 // A segment fills one stage. With E = 256 a tile has two segments and fills both stages, so every
 // second phase of a stage is the other consumer's. But a barrier only shows whether its phase is
@@ -159,9 +160,9 @@ __global__ void __launch_bounds__(384, 1)
         const RightFactors* right = shared.right[group];
         Gradients sums;
         multiply_first_segment<kFirst>(sums, left, right, E);
-        // Not before this product: loads of fragments may still be under way when the arrival
-        // reaches the other block, which would then overwrite the stage. A product that has used
-        // the fragments proves that they are loaded.
+        // The stage is not given back before this product. The loads of fragments might still be
+        // under way then, and the stage would be overwritten too early. A product that has used the
+        // fragments proves that they are there.
         if (group == 0) reader.give_back();
         if constexpr (kSegments > 1) {
           constexpr int kRest = kSteps - kSegmentSteps;
@@ -175,7 +176,7 @@ __global__ void __launch_bounds__(384, 1)
         for (int e = 0; e < 32; ++e) {
           out.elements[e] = tanh_approximate(sums.xr(e) * sums.ar(e) + sums.xi(e) * sums.ai(e));
         }
-        // Until this box has been read; the other one may still be on its way.
+        // Waits until the copy engine has read this box. The other box may still be on its way.
         if (thread == 0) tensor_store_wait_read<kGroups - 1>();
         named_barrier(1 + consumer, 128);
         auto& box = shared.out[consumer][stored % kGroups];

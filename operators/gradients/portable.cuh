@@ -1,5 +1,5 @@
-// The gradient features of lesson 8 on compute capability 8.0 and newer: how their portable kernels
-// (associated.cuh) are launched. For the same shapes as Hopper's way (features.cuh).
+// How the portable kernels of lesson 8's gradient features (associated.cuh) are launched, on
+// compute capability 8.0 and newer: for the same shapes as those of Hopper (features.cuh).
 #pragma once
 
 #include <algorithm>
@@ -22,8 +22,8 @@ class PortableFeatures {
                    GradientsShape shape)
       : workspace_(workspace), operands_(std::move(operands)), shape_(shape) {
     allow_small_products();
-    // The wide tiles are for GPUs with 163 KB a block. Of the last ones one stage fits where a
-    // block has 99 KB.
+    // The wide tiles need GPUs where a block may have 163 KB of shared memory. Single is for those
+    // where it may have 99 KB.
     if constexpr (kPass == Pass::forward) {
       using Wide = PortableForward<64, 32, 3>;
       using Narrow = PortableForward<32, 16, 2>;
@@ -41,7 +41,7 @@ class PortableFeatures {
     }
   }
 
-  /// One; or none, where E is too large.
+  /// One way; or none, if E is too large.
   const std::vector<Way>& ways() const { return ways_; }
 
  private:
@@ -57,7 +57,8 @@ class PortableFeatures {
     return fits<Tiles>() && blocks >= multiprocessors();
   }
 
-  /// Columns of blocks, and as many slices of V as fill the GPU.
+  /// The grid: groups of columns by slices of V. There are as many slices as fill the GPU, but no
+  /// more than tiles.
   template <class Tiles>
   dim3 grid_of(AnyKernel kernel, int bytes) const {
     allow_shared_bytes(kernel, bytes);
@@ -102,7 +103,8 @@ class PortableFeatures {
         });
   }
 
-  /// `operations`: of a vertex, a coefficient and a feature. The rate is half of Hopper's.
+  /// `operations`: for each vertex, coefficient and feature. They are counted at half of Hopper's
+  /// rate.
   template <class Tiles, typename Launch>
   void add_way(dim3 grid, int operations, int bytes, const Launch& launch) {
     const double all = static_cast<double>(operations) * static_cast<double>(shape_.V) *

@@ -1,6 +1,6 @@
 // The small products of lesson 8, of matrices with E or W rows: M1 = x Lr^T and M2 = x Li^T before
 // the large products, and after them the gradients of x, Lr and Li. They have few results and long
-// sums, which leave a GPU idle.
+// sums. One block for each 64 x 64 results would leave most of a GPU idle.
 #pragma once
 
 #include "operators/gradients/gradients.h"
@@ -24,21 +24,23 @@ struct Matrix {
 };
 
 // A block owns 32 x 32 results of a product of two small matrices, or of a sum of two such
-// products. There is so little to do that what counts is how often one waits: so all but one of
-// kSmallStages steps of 128 of the inner dimension are under way at once, and each of eight warps
-// multiplies 16 of a step, for all results. What the warps have adds up at the end, through shared
-// memory, where a thread gets four neighbours: split-K in a block.
+// products. There is so little to do that what counts is how often a block waits for memory. So the
+// copies of up to kSmallStages - 1 steps are under way at once. A step is 128 of the inner
+// dimension, and each of the eight warps multiplies 16 of these, for all results. At the end the
+// warps' sums are added up in shared memory, where a thread gets four neighbours: split-K in a
+// block.
 inline constexpr int kSmall = 32, kSmallDepth = 128, kSmallStages = 5, kSmallThreads = 256;
 inline constexpr int kSmallTile = kSmall * kSmallDepth;                           // elements
 inline constexpr int kSmallBytes = kSmallStages * 2 * kSmallTile * sizeof(bf16);  // 80 KB
-inline constexpr int kSmallStride = kSmall + 8;  // floats: a warp's rows start in other banks
+inline constexpr int kSmallStride = kSmall + 8;  // floats: rows start in different banks
 static_assert(kSmallThreads / 32 * kSmall * kSmallStride * sizeof(float) <= kSmallBytes);
 
-// Where a thread's four results are:
+// Where a thread's four results are, four neighbours in a row:
 __device__ inline int small_row() { return blockIdx.y * kSmall + threadIdx.x / 8; }
 __device__ inline int small_col() { return blockIdx.x * kSmall + threadIdx.x % 8 * 4; }
 
-// The sum of the warps' sums, and of `first`.
+// Returns the thread's four results: the sum of the warps' sums, and of `first`. The warps' sums
+// meet in the memory of the stages, which is free by then.
 __device__ inline float4 add_warps(void* stages, const Sums<kSmall, kSmall>& sum, float4 first) {
   float* all = static_cast<float*>(stages);
   float* mine = all + threadIdx.x / 32 * kSmall * kSmallStride;
@@ -56,10 +58,11 @@ __device__ inline float4 add_warps(void* stages, const Sums<kSmall, kSmall>& sum
   return first;
 }
 
-// left[0] right[0], and if there are 2 terms, + left[1] right[1]; plus what is at `first`, if that
-// is not null. Either factor may be transposed in memory; `depth` is the inner dimension. If
-// kEarly, the left factors and `first` are results of the kernel before this one, and while it
-// ends, the right ones are on their way.
+// Returns the thread's four results of left[0] right[0], or of left[0] right[0] + left[1] right[1]
+// if there are two `terms`. Four numbers at `first` are added, unless it is null. Either factor may
+// be transposed in memory. `depth` is the inner dimension. With kEarly the left factors and `first`
+// are results of the kernel before this one. While that one ends, copies of the right factors are
+// on their way.
 template <Lies kLeft, Lies kRight, bool kEarly>
 __device__ float4 small_products(bf16* stages, const Matrix* left, const Matrix* right, int terms,
                                  int depth, const float* first) {
@@ -88,6 +91,7 @@ __device__ float4 small_products(bf16* stages, const Matrix* left, const Matrix*
   };
 
   if constexpr (kEarly) {
+    // These copies are in one group with those of step 0: the first next() waits for all of them.
     for (int step = 0; step < kSmallStages - 1 && step < steps; ++step) copy_right(step);
     wait_for_previous_kernel();
   }
@@ -119,17 +123,18 @@ __device__ float4 small_products(bf16* stages, const Matrix* left, const Matrix*
 }
 
 // Where M1 and M2 lie in memory: column 32 g + c of row e of matrix i is element i * matrix + e *
-// row + g * group + c. Up to column `cols`, what W does not fill is zero.
+// row + g * group + c. Columns that W does not fill, up to `cols`, are zero.
 struct Layout {
   int64_t matrix;
   int row, group, cols;
 };
 
-// M holds M1 = x Lr^T and M2 = x Li^T; with a third layer of blocks also -M2.
+// M becomes M1 = x Lr^T and M2 = x Li^T, each by a layer of blocks (blockIdx.z). A third layer
+// computes -M2.
 __global__ void __launch_bounds__(kSmallThreads)
     associate(GradientsOperands in, bf16* M, Layout layout) {
-  // Hopper's kernels have other things to load first, and wait before they read M. A kernel that is
-  // launched as usual starts when this one has ended.
+  // The next kernel starts early only on Hopper. It has other things to load first, and waits
+  // before it reads M.
   start_next_kernel();
   extern __shared__ __align__(128) bf16 stages[];
   const Matrix left = {in.x, in.E, in.W}, right = {blockIdx.z == 0 ? in.Lr : in.Li, in.W, in.W};
@@ -143,9 +148,10 @@ __global__ void __launch_bounds__(kSmallThreads)
       pack4<bf16>(make_float4(sign * sum.x, sign * sum.y, sign * sum.z, sign * sum.w));
 }
 
-// dM (2, E, W) = dM1, dM2 in bf16, as factors of the last products, and D (E, W) in fp32: the sums
-// of the partial sums, in the same order in every run. A thread owns 4 neighbours, and every
-// kSliceWarps-th slice of them: what counts is that all loads are on their way at once.
+// Adds up the partial sums, in the same order in every run. dM (2, E, W) becomes dM1 and dM2 in
+// bf16, as factors of the last products. D (E, W) is in fp32. `count` is E W. The four warps of a
+// block have the same 128 elements, 4 neighbours a lane. Each warp adds up every fourth slice, so
+// that many loads are on their way at once. Then warp 0 adds up the warps' sums.
 inline constexpr int kSliceWarps = 4;
 __global__ void __launch_bounds__(32 * kSliceWarps)
     add_slices(const float* partials, int slices, bf16* dM, float* D, size_t count) {
@@ -156,6 +162,7 @@ __global__ void __launch_bounds__(32 * kSliceWarps)
   const size_t i = (static_cast<size_t>(blockIdx.x) * 32 + lane) * 4;
   const bool inside = i < 3 * count;
   float4 sum = {};
+  // A thread that has nothing to add begins behind the last slice.
 #pragma unroll 8
   for (int slice = inside ? warp : slices; slice < slices; slice += kSliceWarps) {
     const float4 quad = *reinterpret_cast<const float4*>(partials + slice * 3 * count + i);
@@ -200,7 +207,7 @@ __global__ void __launch_bounds__(kSmallThreads)
   if (inside) *reinterpret_cast<uint2*>(to + at) = pack4<bf16>(sum);
 }
 
-/// Before these kernels are launched.
+/// To be called before these kernels are launched.
 inline void allow_small_products() {
   allow_shared_bytes(associate, kSmallBytes);
   allow_shared_bytes(finish_backward, kSmallBytes);
@@ -217,8 +224,8 @@ inline Layout dense(const GradientsShape& shape) {
   return {.matrix = shape.coefficients(), .row = W, .group = kSmall, .cols = W};
 }
 
-/// Launches what follows the partial sums (slices, 3, E, W): the gradients. dM and D are between
-/// the two kernels.
+/// Launches what follows the partial sums (slices, 3, E, W), early: add_slices, which leaves dM and
+/// D, and finish_backward.
 inline void launch_rest(cudaStream_t stream, const GradientsOperands& in, const float* partials,
                         int slices, bf16* dM, float* D) {
   const size_t count = static_cast<size_t>(in.E) * in.W;

@@ -1,9 +1,9 @@
 // The tiles of lesson 8's Hopper kernels: what lies in shared memory, how factors come there, and
-// how gradients leave. What is multiplied, and what waits for what, is in forward.cuh and
+// how results leave. What is multiplied, and what waits for what, is in forward.cuh and
 // backward.cuh.
 //
-// All work on 64 vertices at a time. E comes in steps of 64. Forward two of them are a segment: its
-// fragments are as many as a thread can hold beside its sums. What E and W do not fill is zero.
+// All kernels work on 64 vertices at a time. E comes in steps of 64. Forward two steps are a
+// *segment*: a thread has room for its fragments beside the sums. What E and W do not fill is zero.
 #pragma once
 
 #include "operators/gradients/gradients.h"
@@ -18,28 +18,29 @@ using bf16 = __nv_bfloat16;
 
 inline constexpr int kSegment = 128, kSegmentSteps = kSegment / kStepK;
 
-/// How many of a segment's steps there are if E has `steps` in all.
+/// How many steps a segment has if E has `steps` in all.
 __host__ __device__ constexpr int steps_of(int segment, int steps) {
   return steps - kSegmentSteps * segment < kSegmentSteps ? steps - kSegmentSteps * segment
                                                          : kSegmentSteps;
 }
 
-/// What the copy engine moves: row-major matrices in boxes of 64 rows and 64 columns. Backward M1
+/// Row-major matrices as the copy engine sees them, in boxes of 64 rows and 64 columns. Backward M1
 /// is [M1 | M2], 32 columns of either in turn.
 struct GradientMaps {
   CUtensorMap Gr, Gi, minus_M2, M1, M2, x;
   CUtensorMap vertices;  // out, or dOut
 };
 
-/// 64 rows (of E) and 64 columns of each right factor, forward. wgmma reads two neighbours as one:
-/// [M1 | M2] for Gr, and [-M2 | M1] for Gi.
+/// Forward: 64 rows (of E) and 64 columns of each right factor. wgmma reads two neighbours as one
+/// factor: [M1 | M2] for Gr, and [-M2 | M1] for Gi. So the order matters.
 struct RightFactors {
   Box<bf16, 64> minus_M2, M1, M2, x;
 };
 
-/// The same backward, 32 columns. wgmma reads 96 columns as one: [M1 | M2 | x].
+/// Backward: 64 rows (of E) and 32 columns of each right factor. wgmma reads 96 columns as one
+/// factor: [M1 | M2 | x].
 struct BackwardFactors {
-  Box<bf16, 64> M1_M2, x;  // of this x the first 32 columns
+  Box<bf16, 64> M1_M2, x;  // of box x the first 32 columns are read
 };
 
 /// 64 rows (of V) and 64 columns of Gr and Gi.
@@ -49,8 +50,8 @@ struct LeftFactors {
 
 #if HOPPER_CODE
 
-/// Rows 64 `step` to 64 `step` + 63, columns from `col` on, of the right factors that are products
-/// with x: M1 and M2.
+/// Starts the copies of the right factors that `associate` makes, M1 and M2: rows 64 `step` to 64
+/// `step` + 63, columns from `col` on.
 __device__ inline void load_products_with_x(RightFactors& to, const GradientMaps& maps, int step,
                                             int col, Barrier* loaded) {
   tensor_load(&to.minus_M2, &maps.minus_M2, kStepK * step, col, loaded);
@@ -62,9 +63,9 @@ __device__ inline void load_products_with_x(BackwardFactors& to, const GradientM
   tensor_load(&to.M1_M2, &maps.M1, kStepK * step, 2 * col, loaded);
 }
 
-/// All right factors of a block, kCols columns in each of `groups`, from col0 on. While `associate`
-/// makes M1 and M2, x is already on its way. A group has a barrier of its own, so that the first
-/// one can be multiplied while the others come.
+/// Starts the copies of all right factors of a block, kCols columns in each of `groups`, from col0
+/// on. While `associate` still makes M1 and M2, x is already on its way. A group has a barrier of
+/// its own, so that the first one can be multiplied while the others come.
 template <int kCols, typename Factors, int kGroups, int kSteps>
 __device__ inline void load_right_factors(Factors (&to)[kGroups][kSteps], int groups,
                                           const GradientMaps& maps, int col0,
@@ -83,8 +84,9 @@ __device__ inline void load_right_factors(Factors (&to)[kGroups][kSteps], int gr
   }
 }
 
-/// Of a tile's columns from 64 `step` on, the box that one block of a cluster of two fetches for
-/// both; a block on its own fetches both boxes.
+/// Starts a block's copies of a tile, of 64 columns of Gr and Gi from 64 `step` on. They go to all
+/// blocks of the cluster: the first block copies Gr, and the last one copies Gi. A block on its own
+/// copies both.
 template <class Cluster>
 __device__ inline void load_left_factors(LeftFactors& to, const GradientMaps& maps, int tile,
                                          int step, const Cluster& cluster, Barrier* arrived) {
@@ -98,15 +100,16 @@ __device__ inline void load_left_factors(LeftFactors& to, const GradientMaps& ma
 
 #endif  // HOPPER_CODE
 
-/// P, R, Q, S and -P of a tile, side by side: [P | R | Q] is the right factor of Gr^T, [Q | S | -P]
-/// that of Gi^T.
+/// P, R, Q, S and -P of a tile, side by side: [P | R | Q] is the right factor of Gr^T, and [Q | S |
+/// -P] that of Gi^T. (wgmma can change the sign of a whole factor only: PTX ISA,
+/// "wgmma.mma_async".)
 template <int kCols>
 struct Products {
   Box<bf16, 64> boxes[(5 * kCols + 63) / 64];
 #if HOPPER_CODE
   __device__ AcrossK<bf16> by_gr() const { return boxes[0].across_k(); }
   __device__ AcrossK<bf16> by_gi() const { return boxes[2 * kCols / 64].across_k(); }
-  /// Those of 32 features from column `col` on, from what a thread has of them.
+  /// Stores those of 32 features from column `col` on. `from` has a thread's elements.
   template <class Pairs>
   __device__ void store(Pairs& from, int col) {
     const auto put = [&](int which, auto f) {
@@ -122,7 +125,8 @@ struct Products {
 };
 
 #if HOPPER_CODE
-/// A thread's elements of dOut (V, W), from (row, col) on, in pairs: see Sum::load_pairs().
+/// Loads a thread's elements of dOut (V, W), from (row, col) on, in pairs, as Sum::load_pairs()
+/// does from shared memory.
 __device__ inline void load_pairs(uint32_t (&pairs)[8], const bf16* d_out, int row, int col, int V,
                                   int W) {
 #pragma unroll
@@ -137,8 +141,8 @@ template <int kCols>
 struct Slice {
   Sum<3 * kCols> sum;
 
-  /// To row e0, column w0 of dM1, dM2 and D (3, E, W). In the sum D lies between the other two: so
-  /// numbers 0, 1 and 2 in memory are the parts 0, 2 and 1 of the sum.
+  /// Stores it to row e0 and column w0 of dM1, dM2 and D (3, E, W). Here the order is dM1, D, dM2:
+  /// so matrices 0, 1 and 2 in memory are parts 0, 2 and 1 of the sum.
   __device__ void store(float* to, int e0, int w0, int E, int W) const {
 #pragma unroll
     for (int i = 0; i < kCols / 2; i += 2) {
