@@ -40,8 +40,8 @@ struct DiffusionOperands {
   int E, W;
 };
 
-/// e^(-evalue time). __expf is off by 2 or 3 units in the last place of fp32 here, where the
-/// exponent is between -2 and 0; what it multiplies is rounded to bf16.
+/// e^(-evalue time). The error of __expf(x) is at most 2 + 1.2 |x| units in the last place of fp32
+/// (CUDA Programming Guide, "Intrinsic Functions"); what the result multiplies is rounded to bf16.
 __device__ inline float damping(float evalue, float time) { return __expf(-evalue * time); }
 
 }  // namespace operators::diffusion

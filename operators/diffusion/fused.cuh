@@ -1,18 +1,13 @@
 // The spatial diffusion of lesson 7 in one launch, on Hopper, forward and backward, of one mesh or
-// of a batch of meshes, for any V, E up to 256 and W up to 512. Lesson 7's *one launch* is the same
-// idea for one size of tile. Here there is more:
+// of a batch of meshes, for any V, E up to 256 and W up to 512. It is lesson 7's *clusters*, with
+// more:
 //
-//   Clusters    The blocks of a cluster have the same rows, and each other columns of x: as many
-//               blocks as W asks for, up to 8. All of them need the same rows of the basis, which
-//               they fetch together, each its part, by multicast.
-//   Cache       The L2 cache is told which tiles of the basis will be read again.
-//   Backward    The same with dOut for x: the masses wait for the end. Three spare warps beside the
-//               producer add dSpectral to the sum of all and, when all have added, compute dTimes
-//               from it while the others go on.
-//   Batch       Each mesh has clusters, a sum and a meeting of its own, and leaves its own dTimes
-//               for another kernel to add. With more meshes than clusters find room, each has
-//               one: it waits for no other, so that they need not all be there at the same time.
-//   Tiles       Of three sizes: for many eigenvectors, for few vertices, for many.
+//   Clusters    There are as many blocks in a cluster as W asks for, up to 8.
+//   Batch       Each mesh has clusters, a sum and a meeting of its own. They leave dTimes of the
+//               mesh, and another kernel adds up those of all meshes. If there are more meshes than
+//               clusters find room, each mesh has one cluster, which waits for no other. So they
+//               need not all run at the same time.
+//   Tiles       There are three sizes: for many eigenvectors, for few vertices, and for many.
 //
 // The steps are in one_launch.cuh, a function each; the kernel below is their order.
 #pragma once
@@ -27,8 +22,13 @@
 
 namespace operators::diffusion {
 
-/// A pass in one launch. What E and W do not fill is zero. arrivals, totals: see Meeting.
-/// mesh_d_times (meshes, W): backward, of a batch.
+/// The kernel: its steps, in their order. The blocks of a cluster are a row of the grid. What E and
+/// W do not fill is zero. arrivals, totals: see Meeting. mesh_d_times (meshes, W): backward, of a
+/// batch.
+///
+/// The next kernel may take its places early. But all that this kernel reads or writes in memory
+/// comes after wait_for_previous_kernel(). x of the first tile is for this block alone, so it may
+/// be on its way while the cluster meets.
 template <Pass kPass, class Tile>
 __global__ void __launch_bounds__(kOneLaunchThreads, 1)
     diffuse(const __grid_constant__ DiffusionMaps maps, const DiffusionOperands operands,
@@ -74,7 +74,7 @@ __global__ void __launch_bounds__(kOneLaunchThreads, 1)
 #endif
 }
 
-/// dTimes (W), the sum of the meshes' own (meshes, W). A thread owns a column.
+/// dTimes (W) is the sum of the dTimes of the meshes (meshes, W). A thread owns a column.
 template <int kThreads>
 __global__ void __launch_bounds__(kThreads)
     add_mesh_d_times(const float* of_meshes, int meshes, __nv_bfloat16* d_times, int W) {
@@ -99,18 +99,20 @@ class FusedDiffusion {
     shape.meshes > 1 ? choose<true>(workspace) : choose<false>(workspace);
   }
 
-  /// One; or none, where E or W is too large, or the device has no room for a cluster.
+  /// One way; or none, if E or W is too large, or the device has no room for a cluster.
   const std::vector<Way>& ways() const { return ways_; }
-  /// How many vertices a block adds up, at most, before its sum is added to that of all.
+  /// How many vertices a block adds up, at most, before its share is added to the sum of all
+  /// blocks.
   int64_t vertices_of_a_block() const { return vertices_of_a_block_; }
   double workspace_bytes() const { return workspace_bytes_; }
 
  private:
-  /// Few rows: narrow blocks, so that 64 rows keep more multiprocessors busy, and a thread has half
-  /// as much to add to the totals; but not where wide ones have no more to do, since of large
-  /// clusters, or for many meshes, fewer find room. (Backward, with a cluster for each mesh, they
-  /// are slower then.) Many rows: wide blocks, which read the basis less often. In a batch it
-  /// depends on a cluster's rows, likewise, as if 32 of them fitted on the GPU; that is not tuned.
+  /// Which tile. If E is above 128, it is the deep one. With few rows, or up to 64 columns, it is
+  /// the narrow one: so 64 rows keep more multiprocessors busy, and a thread has half as much to
+  /// add to the totals. But of large clusters, or for many meshes, fewer find room at a time. There
+  /// narrow tiles are taken only if a block then works on fewer columns of tiles, or, backward with
+  /// a cluster for each mesh, on no more. With many rows the wide tile is taken, since wide blocks
+  /// read the basis less often. In a batch the rows of up to 32 meshes are counted.
   template <bool kBatch>
   void choose(const Workspace& workspace) {
     const auto [V, E, W, meshes] = shape_;
@@ -125,7 +127,8 @@ class FusedDiffusion {
     E > 128 ? plan<Deep>(workspace) : narrow ? plan<Narrow>(workspace) : plan<Wide>(workspace);
   }
 
-  /// For how many columns of tiles a block works: of one mesh, or of several, one after another.
+  /// How many columns of tiles a block works on: those of one mesh, or of several, one after
+  /// another.
   template <class Tile>
   int64_t columns_of_tiles() const {
     const int64_t fit = std::max(1, clusters_at_once<Tile>());
@@ -147,12 +150,14 @@ class FusedDiffusion {
     });
   }
 
-  /// As many clusters as fit on the device at once, or as there are tiles: none may wait for one
-  /// that cannot start. In a batch each mesh has its share of them, at least one. That counts a GPU
-  /// that this launch has to itself. Other kernels end sometime, but two of these at the same time,
-  /// in two streams, might wait for each other for good. So where a launch is not alone, its blocks
-  /// start together, not early. (In one stream two of these cannot wait for each other, although
-  /// started early: the next one's blocks start when all of this one's run.)
+  /// There are as many clusters as fit on the device at the same time, or as there are tiles: no
+  /// block may wait for one that cannot start. There are fewer where the number of rounds stays the
+  /// same. In a batch each mesh has its share of them, at least one.
+  ///
+  /// All that holds for a GPU that this launch has to itself. Two of these in two streams might
+  /// wait for each other for ever. So if other launches may run at the same time, its blocks start
+  /// together, and not early. (In one stream two of these cannot wait for each other: the blocks of
+  /// the next one start when all blocks of this one run.)
   template <class Tile>
   void plan(const Workspace& workspace) {
     constexpr int kBytes = sizeof(OneLaunchShared<Tile>);

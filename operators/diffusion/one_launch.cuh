@@ -1,13 +1,13 @@
 // What the blocks of the diffusion in one launch do, step by step: load, multiply, add to the sum
-// of all, meet, damp, multiply again, store. Each step is a function of its own, and the kernel in
-// fused.cuh is their order; bonus_diffusion_gpus.cu has another meeting between them, of the blocks
-// of several GPUs. Lesson 7's *one launch* is the same idea in one kernel, for one size of tile.
+// of all blocks, meet, damp, multiply again, store. Each step is a function of its own, as in
+// lesson 7's *clusters*, and the kernel in fused.cuh is their order. bonus_diffusion_gpus.cu has
+// another meeting between them, of the blocks of several GPUs.
 //
-// Blocks of a producer and two consumer warpgroups. In the first product a consumer has kEigen / 2
-// rows of the spectrum, all kColumns columns, and both work on every tile; in the second product
-// they take turns, tile by tile, so that one multiplies while the other writes out. Three spare
-// warps beside the producer work on the sum of all: they zero the next launch's and, backward, add
-// dSpectral and compute dTimes.
+// A block has a producer and two consumer warpgroups. In the first product a consumer has kEigen /
+// 2 rows of the spectrum and all kColumns columns, and both work on every tile. In the second
+// product a tile belongs to one consumer, and the next tile mostly to the other one: one multiplies
+// while the other one writes out. Three spare warps beside the producer clear the sum of the next
+// launch and, backward, add dSpectral to the sum of all blocks and compute dTimes from it.
 //
 // In a batch of meshes each mesh has clusters of its own, which meet at a sum of their own.
 #pragma once
@@ -32,11 +32,12 @@ inline constexpr int kMulticastRows = 32;
 /// consumers.
 inline constexpr int kOneLaunchThreads = 384, kSpareThreads = 96, kConsumers = 256;
 
-// The barriers of bar.sync: of either consumer, of the spare warps, and of both consumers.
+// The ids for named_barrier(). Consumer 0 has kConsumerBarrier, and consumer 1 has the id after it.
+// The spare warps have one, and so have both consumers together.
 inline constexpr int kConsumerBarrier = 1, kSpareBarrier = 3, kConsumersBarrier = 4;
 
-// The masses that come with a tile. In a batch a mesh's may start at any address, but a copy at
-// multiples of 16 bytes: up to 7 masses come before them.
+// The masses that come with a tile. In a batch the masses of a mesh may begin at any address, but
+// copies begin at multiples of 16 bytes. So up to 7 masses that stand before them come, too.
 template <bool kBatch>
 inline constexpr int kMassBox = kBatch ? 72 : 64;
 
@@ -59,15 +60,19 @@ struct DiffusionMaps {
 };
 
 /// What a kernel is compiled for: a spectrum of up to kEigen rows, of which each block of a cluster
-/// has kColumns columns, and kStages stages, each for 64 rows of the basis. kBatch: for a batch.
+/// has kColumns columns, in kBoxes boxes; and kStages stages. A tile has 64 rows of the basis, in
+/// kSteps boxes of 64 eigenvectors. kBatch: for a batch.
 template <int kEigen_, int kColumns_, int kStages_, bool kBatch_ = false>
 struct OneLaunchTile {
   static constexpr int kEigen = kEigen_, kColumns = kColumns_, kStages = kStages_;
   static constexpr bool kBatch = kBatch_;
   static constexpr int kSteps = kEigen / kStepK, kBoxes = kColumns / kBoxCols;
-  static constexpr int kTiles = kEigen / 128;  // of 64 rows of the spectrum, for each consumer
-  // The shares of a block's columns add up in the layout of the registers that hold them: quad
-  // (w kColumns / 8 + j) 32 + l is elements 4 j to 4 j + 3 of lane l for rows 16 w to 16 w + 15.
+  static constexpr int kTiles = kEigen / 128;  // of 64 rows of the spectrum, that a consumer has
+  // The sum of all blocks lies in memory as the registers of the consumers hold it, in quads, and
+  // not by rows and columns. A quad is four elements of one thread, which one atomicAdd adds. In
+  // every block the same thread has the same elements, so all blocks add to the same quads.
+  // Elements 4 j to 4 j + 3 of lane l for rows 16 w to 16 w + 15 are quad number (w kColumns / 8 +
+  // j) 32 + l.
   static constexpr int kQuads = kEigen * kColumns / 4;
 };
 
@@ -84,7 +89,7 @@ struct OneLaunchShared {
   };
   alignas(128) __nv_bfloat16 mass[Tile::kStages][Tile::kBatch ? 128 : 64];
   StageBarriers<Tile::kStages> pipeline;  // whose stages are basis, x and mass
-  Barrier spare, met;
+  Barrier spare, met;  // backward: the block's spare warps have added; all blocks have added
 };
 
 #if HOPPER_CODE
@@ -96,10 +101,11 @@ __device__ inline float2 pair_at(const __nv_bfloat16* matrix, int rows, int cols
       *reinterpret_cast<const __nv_bfloat162*>(matrix + static_cast<size_t>(row) * cols + col));
 }
 
-/// A block's work. Its cluster is number `group` of `groups`, and has `tiles` tiles of
-/// 64 rows: tile `group` and every groups-th after it, so that clusters read neighbouring rows. The
-/// block, one of those of `cluster`, has kColumns columns from cluster.rank kColumns on.
-/// In a batch it belongs to mesh blockIdx.z, whose dTimes go to mesh_d_times (meshes, W).
+/// A block's work. Its cluster is number `group` of `groups`, and has `tiles` tiles of 64 rows:
+/// tile `group` and every groups-th after it, so that clusters read neighbouring rows. A BlockRow
+/// is a cluster whose blocks are a row of the grid. The block, one of those, has kColumns columns
+/// from cluster.rank kColumns on. In a batch it belongs to mesh blockIdx.z, whose dTimes go to
+/// mesh_d_times (meshes, W).
 template <class Tile>
 struct BlockWork : Tile {
   using Shared = OneLaunchShared<Tile>;
@@ -124,18 +130,18 @@ struct BlockWork : Tile {
   __device__ int row_of(int t) const { return 64 * (group + t * groups); }
   __device__ int col0() const { return cluster.rank * Tile::kColumns; }
   __device__ int mesh() const { return Tile::kBatch ? blockIdx.z : 0; }
-  /// Where the mesh's first mass is, of all; and in the box that it comes with.
+  /// Where the mesh's first mass is among those of all meshes, and in the box that it comes with.
   __device__ int mass0() const { return mesh() * static_cast<int>(operands.V); }
   __device__ int mass_shift() const { return mass0() % 8; }
-  /// The mesh's own, of (meshes, E) and of (meshes, E, W).
+  /// What is the mesh's own of (meshes, E) and of (meshes, E, W).
   __device__ const __nv_bfloat16* evalues() const { return operands.evalues + mesh() * operands.E; }
   __device__ const __nv_bfloat16* own(const __nv_bfloat16* spectra) const {
     return spectra + static_cast<size_t>(mesh()) * operands.E * operands.W;
   }
 };
 
-/// A sum of all blocks, where it is in memory. damp_spectrum() and store_d_times() call what they
-/// get, to take a thread's numbers of the sum: this, or in bonus_diffusion_gpus.cu what receives
+/// The sum of all blocks, in memory. damp_spectrum() and store_d_times() are given an object that
+/// loads a thread's quads of a sum: this one, or, in bonus_diffusion_gpus.cu, one that receives
 /// another GPU's sum.
 struct Totals {
   float4* quads;
@@ -145,7 +151,8 @@ struct Totals {
     take(sums, place);
   }
 
-  /// sums[k] = quad number place(k)
+  /// sums[k] becomes quad number place(k). __ldcg reads from the L2 cache, where the atomic
+  /// additions were made.
   template <int n, typename Place>
   __device__ __forceinline__ void take(float4 (&sums)[n], Place place) const {
 #pragma unroll
@@ -153,22 +160,25 @@ struct Totals {
   }
 };
 
-/// Where the blocks of a rank have put their sum, and how many of them have come.
+/// Where the blocks with the same columns, which have the same rank in their clusters, add their
+/// shares, and count how many of them have added.
 ///
-/// What the blocks share in memory is zero before the first launch; a launch leaves it ready for
-/// the next one with the same template arguments and W, whatever V and the grid are. One launch at
-/// a time: two streams need one of each. arrivals (blocks of a cluster): for each rank, in the
-/// lower half how many have come, in the upper half how many launches there were. all_totals (2,
-/// blocks, kEigen, kColumns): launches use the two sums in turn, and zero the other one. In a batch
-/// each mesh has both.
+/// all_totals (2, blocks, kEigen, kColumns) has two sums for each rank. A launch adds to one of
+/// them, and fills the other one with zeros, for the next launch. `arrivals` has a counter for each
+/// rank. Its lower 16 bits count the blocks that have come, and its upper 16 bits count the
+/// launches. In a batch each mesh has both.
+///
+/// Sums and counters are zero before the first launch. A launch leaves them ready for the next one
+/// with the same template arguments and W, whatever V and the grid are. Two streams need one of
+/// each, since two launches must not use them at the same time.
 template <typename Work>
 struct Meeting {
   unsigned* arrivals;
   unsigned start, groups;
   float4 *totals, *next_totals;
 
-  // A block reads this before it arrives, and the number changes when the last one has arrived: all
-  // blocks of a launch read the same.
+  // `start` holds the launch's number. A block reads it before it arrives, and it changes only when
+  // the last block has arrived. So all blocks of a launch read the same number.
   __device__ __forceinline__ Meeting(const Work& work, unsigned* all_arrivals, float4* all_totals)
       : arrivals(all_arrivals + work.mesh() * work.cluster.blocks + work.cluster.rank),
         groups(work.groups) {
@@ -184,9 +194,10 @@ struct Meeting {
   }
 };
 
-/// What the L2 cache does with tile t of the basis in the first product. The second one takes the
-/// tiles from the last one back. The last kStages are in shared memory until then; of those before
-/// them the cache shall keep the last kCachedBytes of all clusters, and not what comes earlier.
+/// What the L2 cache is asked to do with tile t of the basis in the first product. The second
+/// product takes the tiles from the last one back to the first. The last kStages tiles are in
+/// shared memory until then. (If those are all, nothing is asked.) Of those before them the cache
+/// shall keep the last ones, kCachedBytes of all clusters together. The others it may drop first.
 inline constexpr int kCachedBytes = 32 << 20;
 template <typename Work>
 __device__ __forceinline__ uint64_t basis_policy(const Work& work, int t) {
@@ -197,7 +208,8 @@ __device__ __forceinline__ uint64_t basis_policy(const Work& work, int t) {
   return behind > 0 && behind <= cached ? evict_last() : evict_first();
 }
 
-/// A thread prepares what the block waits at. Both consumers of all blocks give a stage back.
+/// A thread prepares the barriers. A stage is given back by both consumers of each block of the
+/// cluster.
 template <typename Work>
 __device__ __forceinline__ void prepare_barriers(const Work& work) {
   barrier_init(&work.shared.spare, kSpareThreads);
@@ -205,7 +217,8 @@ __device__ __forceinline__ void prepare_barriers(const Work& work) {
   prepare(work.shared.pipeline, 2 * work.cluster.blocks);
 }
 
-/// Starts the copies of a tile of x to a stage. x is not needed again, the basis is.
+/// Starts the copies of a tile of x to a stage. The cache may drop x first: no block reads it
+/// again.
 template <typename Work>
 __device__ __forceinline__ void load_x(const Work& work, int t, int stage, Barrier* arrived) {
   for (int box = 0; box < Work::kBoxes; ++box) {
@@ -214,7 +227,9 @@ __device__ __forceinline__ void load_x(const Work& work, int t, int stage, Barri
   }
 }
 
-/// 64 rows of the basis with their masses: this block's boxes, for the whole cluster.
+/// Starts the copies of 64 rows of the basis. The blocks of the cluster take turns with the boxes,
+/// and each fetches its boxes for all, by multicast. Each block fetches the masses for itself
+/// alone.
 template <typename Work>
 __device__ __forceinline__ void load_basis(const Work& work, int t, int stage, Barrier* arrived,
                                            uint64_t policy) {
@@ -230,8 +245,8 @@ __device__ __forceinline__ void load_basis(const Work& work, int t, int stage, B
   }
 }
 
-/// Before the cluster has met: all bytes of the first tile are announced, and its x is loaded,
-/// which no other block gets.
+/// All bytes of the first tile are announced, and its x is loaded. This may be before the cluster
+/// has met, since x is for this block alone.
 template <typename Work>
 __device__ __forceinline__ void put_first_x(const Work& work) {
   put_first(work.shared.pipeline, Work::kFirstBytes,
@@ -241,6 +256,7 @@ __device__ __forceinline__ void put_first_x(const Work& work) {
 /// The producer's thread loads the tiles of the first product, after put_first_x().
 template <typename Work, class Writer>
 __device__ __forceinline__ void load_forth(const Work& work, Writer& writer) {
+  // put_first_x() has announced the bytes of the first tile.
   writer.announced = true;
   for (int t = 0; t < work.tiles; ++t) {
     writer.put(Work::kFirstBytes, [&](int stage, Barrier* arrived) {
@@ -250,8 +266,8 @@ __device__ __forceinline__ void load_forth(const Work& work, Writer& writer) {
   }
 }
 
-/// And then those of the second product, in reverse, without the last `kept`, which are still
-/// there.
+/// Then it loads the tiles of the second product, in reverse, but not the last `kept` tiles, which
+/// are still there. writer.back() goes back through the stages.
 template <typename Work, class Writer>
 __device__ __forceinline__ void load_back(const Work& work, Writer writer, int kept) {
   for (int t = work.tiles - 1 - kept; t >= 0; --t) {
@@ -263,7 +279,8 @@ __device__ __forceinline__ void load_back(const Work& work, Writer writer, int k
 
 // ---- The spare warps ----------------------------------------------------------------------------
 
-/// Calls visit(i) for the quads of a rank's sum that are this thread's, of all spare ones.
+/// The spare threads of all blocks of a rank share the quads of the rank's sum. Calls visit(i) for
+/// each quad of this thread.
 template <typename Work, typename Visit>
 __device__ __forceinline__ void visit_quads(const Work& work, Visit visit) {
   const int thread = kSpareThreads * work.group + static_cast<int>(threadIdx.x) - 32;
@@ -275,9 +292,9 @@ __device__ __forceinline__ void zero_totals(const Work& work, float4* totals) {
   visit_quads(work, [&](int i) { totals[i] = float4{}; });
 }
 
-/// Backward: what a spare warp has of 8 columns of a rank, from column 8 j on, whose rows the three
-/// warps of a block share: every third quad. Of each the lane has two columns, and a row and the
-/// one 8 below it.
+/// Backward: what a spare warp has of columns 8 j to 8 j + 7 of its rank. There the spectrum's rows
+/// are groups of 16 rows. The three spare warps of a block take these groups in turn. A lane has
+/// one quad of each group: two columns of a row, and the same of the row 8 below it.
 template <typename Work>
 struct SpareColumns {
   static constexpr int kMine = (Work::kEigen / 16 + 2) / 3;
@@ -286,7 +303,8 @@ struct SpareColumns {
 
   __device__ int col() const { return work.col0() + 8 * j + 2 * (lane % 4); }
   __device__ int row(int k) const { return 16 * (warp + 3 * k) + lane / 4; }
-  /// Whether there is a quad k: not all three have as many. In its place they read another one.
+  /// Whether there is a quad k, since not all three warps have equally many. In place of one that
+  /// is missing a warp reads another one, and multiplies it by 0.
   __device__ bool has(int k) const { return warp + 3 * k < Work::kEigen / 16; }
   __device__ int quad(int k) const {
     return ((has(k) ? warp + 3 * k : 0) * Work::kColumns / 8 + j) * 32 + lane;
@@ -319,9 +337,10 @@ __device__ __forceinline__ void add_d_spectral(const Work& work, float4* totals)
   }
 }
 
-/// Backward: dTimes, when all have added. What does not depend on the sum of all is loaded before.
-/// take(sums, quad)... loads that sum, in one term or, as dTimes is linear in it, in several, with
-/// fewer registers.
+/// Backward: dTimes, minus the sum over the rows of evalue * spectral * total. The first two
+/// factors are loaded before all blocks have added. A lane adds up its own rows, then come the 8
+/// lanes that have the same columns, and then the three warps. take(sums, quad)... load the total:
+/// all of it or, as dTimes is linear in it, one term after another, with fewer registers.
 template <typename Work, typename... Take>
 __device__ __forceinline__ void store_d_times(const Work& work, const Take&... take) {
   using Columns = SpareColumns<Work>;
@@ -378,7 +397,7 @@ __device__ __forceinline__ void store_d_times(const Work& work, const Take&... t
 
 // ---- The consumers ------------------------------------------------------------------------------
 
-/// What a thread of a consumer holds of kTiles tiles of the spectrum: its share, and
+/// What a thread of a consumer holds of its kTiles tiles of the spectrum: its share, and
 /// exp(-evalue time) of the same elements.
 template <typename Work>
 struct SpectrumShare {
@@ -408,8 +427,8 @@ __device__ __forceinline__ void damping_factors(const Work& work, SpectrumShare<
   }
 }
 
-/// The masses of rows `row` and row + 1 of tile t; outside of the mesh zeros, which in a batch the
-/// copy only leaves behind the last one.
+/// The masses of rows `row` and row + 1 of tile t; zeros outside of the mesh. (In a batch the copy
+/// brings the next mesh's masses there.)
 template <typename Work>
 __device__ __forceinline__ unsigned two_masses(const Work& work, int t, int stage, int row) {
   const __nv_bfloat16* masses = work.shared.mass[stage] + row;
@@ -424,7 +443,9 @@ __device__ __forceinline__ unsigned two_masses(const Work& work, int t, int stag
 }
 
 /// First product: this block's share of basis^T (mass x). The left factor is the basis, transposed,
-/// and forward multiplied by the masses. The last stages are kept for the second product.
+/// and forward multiplied by the masses. A register of it has two neighbours along k, which are two
+/// rows of the tile, and is multiplied by their two masses. The last stages are not given back:
+/// they are kept for the second product.
 template <Pass kPass, typename Work, class Reader>
 __device__ __forceinline__ void project(const Work& work, SpectrumShare<Work>& share,
                                         Reader& reader) {
@@ -471,8 +492,10 @@ __device__ __forceinline__ void add_to_totals(const SpectrumShare<Work>& share, 
   }
 }
 
-/// The consumers arrive, and wait until those of all blocks have added. Backward the block arrives
-/// when its spare warps have added, too.
+/// The consumers arrive, and wait until those of all blocks have added. Thread 128, the first one
+/// of the consumers, does so for all: after the first barrier all have added, and after the second
+/// one all know that the other blocks have. Backward the block arrives when its spare warps have
+/// added, too, and then tells them through `met` that all blocks have come.
 template <Pass kPass, typename Work>
 __device__ __forceinline__ void meet(const Work& work, const Meeting<Work>& meeting) {
   named_barrier(kConsumersBarrier, kConsumers);
@@ -533,8 +556,10 @@ __device__ __forceinline__ void damp_spectrum(const Work& work, SpectrumShare<Wo
   }
 }
 
-/// Second product, over the same tiles in reverse. A consumer takes every other stage, always the
-/// even ones or always the odd ones, so that it sees all phases of their barriers.
+/// Second product, over the same tiles in reverse. One consumer takes the stages with an even
+/// number, and the other one those with an odd number. So each sees all phases of its own stages'
+/// barriers. (A barrier tells only the parity of a phase. A consumer that misses a phase could
+/// mistake another one for it.)
 template <Pass kPass, typename Work, class Reader>
 __device__ __forceinline__ void expand(const Work& work, Reader reader) {
   auto& shared = work.shared;
@@ -555,7 +580,8 @@ __device__ __forceinline__ void expand(const Work& work, Reader reader) {
     wgmma_wait<0>();
     if (thread == 0) tensor_store_wait_read<0>();
     named_barrier(kConsumerBarrier + consumer(), 128);  // the masses have been read, too
-    // Only this consumer has read the stage. But two arrivals give one back, so both are made here.
+    // Only this consumer has read the stage. But each block owes two arrivals for it (see
+    // prepare_barriers). So this consumer makes both.
     if (t >= Work::kStages) {
       reader.give_back();
       reader.give_back();

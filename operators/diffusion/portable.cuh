@@ -1,5 +1,5 @@
-// The spatial diffusion of lesson 7 on compute capability 8.0 and newer: how its portable kernels
-// (split_k.cuh) are launched. For the same shapes as Hopper's way (fused.cuh).
+// How the portable kernels of lesson 7's spatial diffusion (split_k.cuh) are launched, on compute
+// capability 8.0 and newer: for the same shapes as those of Hopper (fused.cuh).
 #pragma once
 
 #include <algorithm>
@@ -17,9 +17,10 @@ namespace operators::diffusion {
 template <Pass kPass>
 class PortableDiffusion {
  public:
-  /// Large tiles of the first product read less; of small ones there are more, so that fewer slices
-  /// fill the GPU. Large ones are for slices of more than 16 steps. A wide tile of the second one
-  /// wants 96 KB of shared memory for E = 128.
+  /// In project_slices, large tiles read less. Of small tiles there are more, so fewer slices fill
+  /// the GPU, and less has to be written and added up. Large tiles are taken if a slice has more
+  /// than 16 steps of theirs. In expand_spectrum, a wide tile needs 96 KB of shared memory with E =
+  /// 128. A device where a block cannot have that much takes the narrow one.
   PortableDiffusion(const Workspace& workspace, std::function<DiffusionOperands()> operands,
                     DiffusionShape shape)
       : workspace_(workspace), operands_(std::move(operands)), shape_(shape) {
@@ -35,7 +36,7 @@ class PortableDiffusion {
     }
   }
 
-  /// One; or none, where E is too large.
+  /// One way; or none, if E is too large.
   const std::vector<Way>& ways() const { return ways_; }
 
  private:
@@ -43,7 +44,8 @@ class PortableDiffusion {
   int64_t tiles_of() const {
     return int64_t{blocks_for(shape_.E, Project::kE)} * blocks_for(shape_.W, Project::kW);
   }
-  /// As many slices of the vertices as it takes for the blocks of all meshes to fill the GPU.
+  /// How many slices the vertices are divided into: as many as it takes for the blocks of all
+  /// meshes to fill all multiprocessors, but no slice without a step.
   template <class Project>
   int64_t slices_of() const {
     const int64_t fill = Project::kBlocks * multiprocessors();

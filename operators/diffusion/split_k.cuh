@@ -6,7 +6,7 @@
 //     add_spectra       the sum of the slices, damped
 //     expand_spectrum   the spectrum to the result: a product
 //
-// Only the slices (fp32) and the spectrum are in memory between them.
+// Between the kernels only the slices (fp32) and the spectrum are in memory.
 #pragma once
 
 #include "operators/diffusion/diffusion.h"
@@ -18,30 +18,34 @@ namespace operators::diffusion {
 
 using namespace primitives;
 
-/// A block owns kSide x kSide elements of the spectrum. A step adds what kV vertices contribute,
-/// and has kSide columns of the basis, as many of the values, and the masses in a stage.
+/// A block owns kE x kW elements of the spectrum, and each of its warps kWarpE x kWarpW of these,
+/// in registers. A step adds what kV vertices contribute. Of their rows it needs kE columns of the
+/// basis, kW columns of the values, and the masses: this is a stage. kStages of them are in shared
+/// memory. While one is multiplied, the others are on their way.
 template <int kSide, int kWarpsAlongE, int kWarpsAlongW, int kBlocksFit>
 struct ProjectTile {
   static constexpr int kE = kSide, kW = kSide, kV = 64, kStages = 3, kWarpsW = kWarpsAlongW;
   static constexpr int kWarpE = kE / kWarpsAlongE, kWarpW = kW / kWarpsW;
   static constexpr int kThreads = 32 * kWarpsAlongE * kWarpsW, kBlocks = kBlocksFit;
   static constexpr int kStage = kV * (kE + kW);  // elements
-  static constexpr int kMasses = kV + 8;         // of a stage: up to 7 stand before the first
+  static constexpr int kMasses = kV + 8;         // of a stage, see below
   static constexpr int kSharedBytes = kStages * (kStage + kMasses) * 2;
 };
 
-// basis^T (mass[:, None] * values) for the vertices of one slice of a mesh; backward without mass.
-// sums (meshes, gridDim.y, E, W). There are as many slices as it takes to fill the GPU. The blocks
-// of one slice run at the same time, so that what several of them read comes from memory once.
+// The first product. The vertices are divided into gridDim.y slices, as many as it takes to fill
+// the GPU. Block (tile, slice, mesh) computes one tile of basis^T (mass[:, None] * values) for the
+// vertices of one slice; backward without mass. It writes the tile to its place in sums (meshes,
+// gridDim.y, E, W). The blocks of one slice run at the same time, and share what they read through
+// the L2 cache.
 //
 // basis^T is the left factor: a tile of the basis is row-major in shared memory, and ldmatrix
-// transposes it on the way to registers. There it is multiplied by mass, two vertices at a time: in
-// a fragment a lane has vertices 2 (lane % 4) and the next one of each row, in a[2] and a[3] those
-// 8 further on.
+// transposes it on the way to the registers. There it is multiplied by mass, two vertices at a
+// time. A lane's registers a[0] and a[1] hold vertices v and v + 1, with v = 2 * (lane % 4), and
+// a[2] and a[3] hold v + 8 and v + 9.
 //
-// In a batch a mesh's masses may begin at any address, copies at multiples of 16 bytes: so `shift`
-// masses that stand before those of a step are copied, too. What is copied behind the mesh's last
-// mass is multiplied by a basis of zeros.
+// In a batch the masses of a mesh may begin at any address, but copies begin at multiples of 16
+// bytes. So up to 7 masses that stand before those of a step are copied, too: `shift` of them. What
+// is copied behind the mesh's last mass is multiplied by a basis of zeros.
 template <Pass kPass, typename Tile>
 __global__ void __launch_bounds__(Tile::kThreads, Tile::kBlocks)
     project_slices(DiffusionOperands in, float* sums) {
@@ -98,7 +102,7 @@ __global__ void __launch_bounds__(Tile::kThreads, Tile::kBlocks)
       load_right<Tile::kW>(b, values, k, warp_w);
       if constexpr (kPass == Pass::forward) {
         const bf16* mass = masses + step % kStages * Tile::kMasses + shift + k + lane % 4 * 2;
-        unsigned pairs[2];  // of masses; they may lie at odd places
+        unsigned pairs[2];  // of masses, which need not be aligned to 4 bytes
 #pragma unroll
         for (int high = 0; high < 2; ++high) {
           const __nv_bfloat162 pair = {mass[8 * high], mass[8 * high + 1]};
@@ -123,9 +127,11 @@ __global__ void __launch_bounds__(Tile::kThreads, Tile::kBlocks)
 inline constexpr int kSumRows = 4, kRowWarps = 8;  // of a block
 
 // Adds the slices up, always in the same order, damps their total, and writes that to in.spectrum.
-// Backward it adds dSpectral first, and the block's share of dTimes goes to time_sums (meshes,
-// gridDim.y, W). A block owns kSumRows rows and 32 columns of a mesh's spectrum; each of a row's
-// kRowWarps warps adds up a part of the slices.
+// Backward the total, with dSpectral added, is s, and the block's share of dTimes goes to time_sums
+// (meshes, gridDim.y, W). A block owns kSumRows rows and 32 columns of a mesh's spectrum. kRowWarps
+// warps work for a row: each adds up its share of the slices, and the partial sums meet in shared
+// memory. The warps of a row are numbered by `rank`: the one of rank 0 adds these sums and does the
+// rest.
 template <Pass kPass>
 __global__ void __launch_bounds__(32 * kSumRows * kRowWarps)
     add_spectra(DiffusionOperands in, const float* sums, int slices, float* time_sums) {
@@ -166,8 +172,9 @@ __global__ void __launch_bounds__(32 * kSumRows * kRowWarps)
   }
 }
 
-/// What a block of the second product has: kW columns of the spectrum, all its E rows; kStages
-/// tiles of the basis, kV rows each, in boxes of 64 columns; the warps' staging areas.
+/// What a block of the second product has in shared memory: kW columns of the spectrum, with all
+/// its E rows; kStages tiles of the basis, kV rows each, in boxes of 64 columns; and the warps'
+/// staging areas. A warp computes kWarpV x kWarpW elements of the result.
 template <int kRows, int kColumns, int kWarpsAlongV, int kWarpsAlongW, int kStageCount>
 struct ExpandTile {
   static constexpr int kV = kRows, kW = kColumns, kStages = kStageCount, kWarpsW = kWarpsAlongW;
@@ -179,10 +186,11 @@ struct ExpandTile {
   }
 };
 
-// result (V, W) of mesh blockIdx.z = basis spectrum; backward mass[:, None] * that. The block keeps
-// its columns of the spectrum, and takes tiles number blockIdx.x, blockIdx.x + gridDim.x and so on
-// of the basis. Backward the blocks with the first tile of the first mesh also add up dTimes for
-// their columns, of time_rows shares.
+// The second product, of mesh blockIdx.z: result (V, W) = basis spectrum, and backward mass[:,
+// None] * that. Each block keeps kW columns of the spectrum in shared memory until the end. The
+// basis streams by, in tiles of kV rows. The block takes tiles number blockIdx.x, blockIdx.x +
+// gridDim.x, and so on, one in each step. Backward the blocks that have the first tile of the first
+// mesh also add up dTimes for their columns, of time_rows shares.
 template <Pass kPass, typename Tile>
 __global__ void __launch_bounds__(Tile::kThreads)
     expand_spectrum(DiffusionOperands in, const float* time_sums, int time_rows) {
