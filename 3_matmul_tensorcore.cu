@@ -544,12 +544,11 @@ struct TileCopies {
 // they are swizzled alike: the compiler swizzles once, and adds constants.
 //
 // Tiles are larger, too. A block owns 256 x 128 elements of C and takes 64 of k in a step, and a
-// warp owns 64 x 64 elements (in *stages* 64 x 32). For 16 of k a warp executes 32 mma.sync and
-// 8 ldmatrix; in *stages* 16 mma.sync and 6 ldmatrix. The price is as in lesson 2: only one such
-// block, of 8 warps, fits on a multiprocessor. In *stages* such tiles alone would save 7 % of the
-// time (measured, but not recorded in `results/`). Where shared memory is small, or N is no
-// multiple of 8, tiles are as in *stages*. (`__restrict__` promises the compiler that nothing that
-// is read through A or B is written through C.)
+// warp owns 64 x 64 elements (in *stages* 64 x 32). For 16 of k a warp executes 32 mma.sync and 8
+// ldmatrix; in *stages* 16 mma.sync and 6 ldmatrix. The price is as in lesson 2: only one such
+// block, of 8 warps, fits on a multiprocessor. So not all that is gained comes from the addresses.
+// Where shared memory is small, or N is no multiple of 8, tiles are as in *stages*. (`__restrict__`
+// promises the compiler that nothing that is read through A or B is written through C.)
 template <int BM, int BN, int BK, int kWarpsM, int kWarpsN, int kStages, int kWidth>
 __global__ void __launch_bounds__(32 * kWarpsM * kWarpsN, 1)
     matmul_lean(const half* __restrict__ A, const half* __restrict__ B, half* __restrict__ C,
@@ -695,8 +694,7 @@ __global__ void __launch_bounds__(32 * kWarpsM * kWarpsN, 1)
       }
       const int buffer = k / 16 % 2;
       // The products go along a row of `sum`, then back along the next one. So where the way turns
-      // back, two products that follow each other have the same fragment of B. (What that gains was
-      // not recorded.)
+      // back, two products that follow each other have the same fragment of B.
 #pragma unroll
       for (int i = 0; i < WM / 16; ++i) {
 #pragma unroll

@@ -691,8 +691,8 @@ __device__ inline void add_3xtf32(Sum<kCount>& sum, const LeftFragments<float>& 
 // partial sums to each other. A block takes a chunk of kInputs inputs at a time. x comes by the
 // copy engine. An element of W is needed by one thread of the block only. So W goes from memory
 // straight to the registers, all of a chunk at once: all loads are under way (started, and not
-// there yet) before the first value is needed. That is what counts here. These layers take 2 to 10
-// microseconds, and one trip to the L2 cache and back takes some 0.35 microseconds.
+// there yet) before the first value is needed. That is what counts here: these layers are so small
+// that trips to the L2 cache and back take much of their time.
 //
 // Each of the kSplits blocks finishes its share of the rows, and the others push their partial sums
 // of that share into its inbox. A single copy moves all that goes to one block. Unfused, the same

@@ -2253,8 +2253,9 @@ struct TiledBackward {
 };
 
 // Which tile a product on Hopper has, and how many clusters of it the device holds. A step of a
-// large tile takes 1024 cycles. Of a small one the tensor cores take 512, the copy engine 620: so
-// small tiles are better only where large ones leave multiprocessors without work.
+// large tile takes the tensor cores 1024 cycles, one of a small tile 512. But in both a block
+// fetches 32 KB for a step, and for a small one that takes longer than 512 cycles: how long is an
+// estimate. So small tiles are better only where large ones leave multiprocessors without work.
 constexpr int kLargeCycles = 1024, kSmallCycles = 620;
 struct TileChoice {
   bool large = true;

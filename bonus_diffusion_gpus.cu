@@ -16,7 +16,7 @@
 //
 // NCCL, NVIDIA's library for several GPUs, is how this is done in practice; its all-reduce, which
 // gives every GPU the sum of all, is fast. But the kernel ends, another one starts, and it has to
-// load the basis again. NVLink joins two GPUs: 450 GB/s each way, half a microsecond on the way.
+// load the basis again. NVLink joins two GPUs: by NVIDIA's data sheet 450 GB/s each way.
 //
 // --gpus G runs on 1 to as many GPUs as there are. All rows are compared with fp64, and every GPU's
 // spectrum (backward its dTimes) with that of the first, bit by bit.

@@ -25,8 +25,8 @@ inline void check(cudaError_t status, const char* call) {
               cudaGetErrorName(status) + ")");
 }
 
-/// Keeps answers of the driver that depend on nothing but the question. It costs the host up to a
-/// microsecond to ask for a tensor map, or for what is known of a kernel.
+/// Keeps answers of the driver that depend on nothing but the question. To ask for a tensor map, or
+/// for what is known of a kernel, takes the host time at each launch.
 class Answers {
  public:
   virtual ~Answers() = default;

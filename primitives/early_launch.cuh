@@ -1,8 +1,8 @@
-// Programmatic dependent launch, from compute capability 9.0 on. Between two kernels of a stream a
-// microsecond or so passes. It shrinks if the blocks of the second kernel take their places while
-// those of the first one end. CUDA Programming Guide, "Programmatic Dependent Launch and
-// Synchronization". (Not every kernel gains. Blocks that start early take the places that are free
-// just then, so they may be spread less evenly over the GPU.)
+// Programmatic dependent launch, from compute capability 9.0 on. Between two kernels of a stream
+// some time passes. It shrinks if the blocks of the second kernel take their places while those of
+// the first one end. CUDA Programming Guide, "Programmatic Dependent Launch and Synchronization".
+// (Not every kernel gains. Blocks that start early take the places that are free just then, so they
+// may be spread less evenly over the GPU.)
 #pragma once
 
 #include <cuda_runtime.h>

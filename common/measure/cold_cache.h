@@ -10,9 +10,9 @@ namespace common {
 
 /// Makes the L2 cache cold, in the current stream, if that is wanted. Written, not read: twice the
 /// cache's size leaves nothing of a kernel's operands in it, and as in a real network the kernel
-/// finds it full of somebody else's results. But data that a kernel has marked as evict_last stays
-/// where others are written (on an H100: all of 8 MB, a third of 24 MB). So all of it is written
-/// twice: first as evict_last, which drives out what was marked so, and marked as usual thereafter.
+/// finds it full of somebody else's results. But data that a kernel has marked as evict_last may
+/// stay where others are written. So all of it is written twice: first as evict_last, which drives
+/// out what was marked so, and marked as usual thereafter.
 class ColdCache {
  public:
   /// l2_bytes: the cache's size.

@@ -11,7 +11,7 @@ namespace cuda_cpu {
 
 // jump_fcontext() of Boost.Context ends with a jump to where the other fiber was. The CPU pairs
 // calls with returns, so it then predicts each return of the functions that led there wrongly. A
-// switch that ends with a return takes half of the time. The sanitizers have theirs by
+// switch that ends with a return does not have this price. The sanitizers have theirs by
 // Boost.Context.
 #if defined(__x86_64__) && !defined(CUDA_CPU_TSAN) && !defined(CUDA_CPU_ASAN)
 #define CUDA_CPU_OWN_SWITCH

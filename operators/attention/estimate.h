@@ -1,5 +1,5 @@
-// How long attention should take with each tile. The costs were fitted to 1,400 shapes drawn at
-// random, each computed in all ways, on an H200.
+// How long attention should take with each tile. The costs were fitted to shapes drawn at random,
+// each computed in all ways, on an H200.
 #pragma once
 
 #include "operators/estimate.h"

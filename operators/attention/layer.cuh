@@ -134,9 +134,9 @@ struct AttentionLaunches {
     schedule.sections = static_cast<int>((schedule.heads - last) / schedule.section);
   }
 
-  /// Measured on an H100, one query: where K and V have 32 to 128 MiB, they are read 1.05 to 1.1
-  /// times as fast if they leave the cache first; where they have 256 or 512 MiB, 0.87 to 0.99
-  /// times as fast.
+  /// If several blocks read the same K and V, tiles of them stay in the L2 cache. If one block
+  /// reads each, nobody needs them again. Then they leave the cache before others, unless they are
+  /// several times as large as it.
   KeysInCache keys_in_cache(const Plan& plan, int64_t row_tiles) const {
     if (row_tiles * (shape_.group() / plan.pack) > 1) return KeysInCache::stay;
     const int64_t bytes = 4 * shape_.batch * shape_.kv_heads * shape_.keys * shape_.width;

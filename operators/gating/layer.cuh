@@ -23,8 +23,8 @@ namespace operators::gating {
 using namespace operators::product;
 
 /// What a tile of x [W1 W2] costs a multiprocessor, in clock cycles: a step, which is 64 inputs,
-/// and what comes after the steps: the gates, and their way out. Fitted to half of 6,700 shapes
-/// drawn at random, each computed with all tiles, on an H200.
+/// and what comes after the steps: the gates, and their way out. Fitted to shapes drawn at random,
+/// each computed with all tiles, on an H200.
 struct GatedTileCost {
   int rows, cols;
   double step, finish;

@@ -276,9 +276,8 @@ class PortableGatedLayer {
            Tile::kThreads, bytes, workspace_.stream>>>(of);
   }
 
-  /// Not fitted yet: counted from what lesson 6's *resident weights* takes on an H100. Of each 16
-  /// of the depth a warp loads the weights of a panel once for its rows, so that few rows ask much
-  /// of shared memory.
+  /// An estimate that is not fitted to measurements. Of each 16 of the depth a warp loads the
+  /// weights of a panel once for its rows, so that few rows ask much of shared memory.
   template <class Tile>
   double microseconds(int64_t depth, int64_t own, int64_t beside) const {
     constexpr double kRate = (Tile::kRows == 32 ? 800 : 500) * (Tile::kWarps == 8 ? 1 : 0.6);

@@ -129,8 +129,7 @@ class ResidentLayer {
 
  private:
   // By how out leaves: columns of a sum, consumers, consumers of a team. Many consumers have few
-  // columns each; where the weights leave less room, a plan has fewer consumers, or teams. These
-  // plans are the fastest of more, on 75 shapes.
+  // columns each; where the weights leave less room, a plan has fewer consumers, or teams.
   template <class Rows>
   void add_plans() {
     add_all<InBoxes<Rows, 16, 4>, InBoxes<Rows, 24, 4>, InBoxes<Rows, 32, 4>, InBoxes<Rows, 48, 4>,

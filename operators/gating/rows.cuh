@@ -345,10 +345,10 @@ struct ResidentSizes {
     const int slices = rows / 16, own = (panels + kind.team - 1) / kind.team;
     if (most < (own > 1 ? stages_of_x : std::min(2, stages_of_x))) return;
     stages = static_cast<int>(std::min<int64_t>(most, kMostStages));
-    // Fitted to half of 400 shapes drawn at random, each computed in all ways, on an H200.
-    // Consumers work side by side, but they share the tensor cores and the unit for ex2 and rcp.
-    // The producer fills a team's stages before the next team's. If a tile needs more of them than
-    // there are, it waits for that team, and the others wait for it.
+    // Fitted to shapes drawn at random, each computed in all ways, on an H200. Consumers work side
+    // by side, but they share the tensor cores and the unit for ex2 and rcp. The producer fills a
+    // team's stages before the next team's. If a tile needs more of them than there are, it waits
+    // for that team, and the others wait for it.
     const double panel = 510 +
                          kind.width * (0.79 * slices + 7.4 + (kind.out == Out::panels ? 11 : 0)) +
                          1.0 * kind.slice_cycles * slices;

@@ -1,6 +1,6 @@
 // How long a product of product.cuh should take on Hopper: what a tile's step costs, what its
-// results cost, and what clusters that share a tile have to hand over. The costs were fitted to one
-// half of some 5,000 shapes drawn at random, each computed in all ways, on an H200.
+// results cost, and what clusters that share a tile have to hand over. The costs were fitted to
+// shapes drawn at random, each computed in all ways, on an H200.
 #pragma once
 
 #include <algorithm>
@@ -43,8 +43,8 @@ struct ProductMatrices {
   int64_t pitch_a, pitch_b, pitch_c;
 };
 
-/// What a tile's step costs, against what its rows and columns say. Measured: this is what is left
-/// that we cannot explain. A tile that is not in the table costs as much as they say.
+/// What a tile's step costs, against what its rows and columns say: a factor that is left after the
+/// fit, and that we cannot explain. A tile that is not in the table costs as much as they say.
 struct StepFactor {
   int rows, cols;
   bool transposed;

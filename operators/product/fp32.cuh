@@ -226,7 +226,7 @@ struct Fp32Piece {
   int tile, begin, end, first, last;
 };
 
-/// What costs a multiprocessor cycles: fitted to 1,400 shapes drawn at random, on an H200.
+/// What costs a multiprocessor cycles: fitted to shapes drawn at random, on an H200.
 struct Fp32Costs {
   static constexpr double kMultiply = 1.11;    ///< beside what 128 multiply-adds a cycle take
   static constexpr double kStep = 190;         ///< of each step

@@ -79,10 +79,9 @@ class HalfProduct {
 
  private:
   // Rows, columns, how many tiles of a cluster are below and how many beside each other (in Tiles
-  // also boxes for results). 100 tiles were measured at 55 sizes from 256 to 8192; 30 of these lose
-  // the least. Of 15 more, tried at 20 sizes from 600 to 2560, two were worth adding. Of 20 for 1
-  // to 256 rows, tried at 144 shapes, the four of OneRow lose 0.5 %. The two in slices of clusters
-  // that share copies gain 4 % at 46 shapes of 100 to 1400 rows and columns and a longer k.
+  // also boxes for results). These were chosen among more tiles, as those that lose the least at
+  // shapes of all sizes; the ones of OneRow are for few rows, and those in slices of clusters that
+  // share copies for a long k.
   using Choice =
       TileChoice<Tiles<T, 128, 256, 2, 1, 2>, Tiles<T, 128, 192, 2, 1, 3>,
                  Tiles<T, 192, 192, 1, 2, 1>, Tiles<T, 128, 144, 4, 2, 1>,

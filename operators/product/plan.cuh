@@ -221,8 +221,7 @@ int clusters_that_fit_once() {
 }
 
 /// Whether OneRow suits a product of so many rows with tiles of so many: all tiles are in one row.
-/// B has `bytes`. Beyond 256 MB nothing of others stays in the L2 cache in any case, and products
-/// that read B once were slower.
+/// B has `bytes`. Beyond 256 MB nothing of others stays in the L2 cache in any case.
 inline bool suits_one_row(int rows, int rows_of_tile, double bytes) {
   return rows <= rows_of_tile && bytes <= 256e6;
 }

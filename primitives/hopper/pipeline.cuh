@@ -112,11 +112,11 @@ __device__ void prepare(Pipe& pipe, int readers, int makers = 1) {
 }
 
 /// For a kernel that is over in microseconds: the first stage may be filled before the cluster has
-/// met, so that its data come some 300 ns sooner. One thread prepares that stage's barrier by
-/// prepare_first(), and then calls put_first(), which announces the bytes and has fill(stage,
-/// arrived) start the copies. They are for this block alone, since no other block may be sent
-/// anything yet. Another thread prepares the other barriers meanwhile, by prepare<true>(). The
-/// Writer is told by `first_is_filled`.
+/// met, so that its data come sooner. One thread prepares that stage's barrier by prepare_first(),
+/// and then calls put_first(), which announces the bytes and has fill(stage, arrived) start the
+/// copies. They are for this block alone, since no other block may be sent anything yet. Another
+/// thread prepares the other barriers meanwhile, by prepare<true>(). The Writer is told by
+/// `first_is_filled`.
 ///
 /// put_first() may also announce more bytes than it copies. Then Writer::announced is set, and the
 /// first put() starts the other copies without announcing them again.

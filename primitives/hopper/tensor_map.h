@@ -20,8 +20,8 @@ namespace primitives {
 
 /// How often a byte is copied, which says what the L2 cache should read from memory at a time.
 /// `once`: 256 bytes. `often`, by many blocks: 256 bytes where rows are multiples of that, else
-/// 128. With other rows, a row of a box often lies in two pieces of 256 bytes, and to ask for both
-/// costs up to 10 % of a product's time. For a matrix that is only written it means nothing.
+/// 128. With other rows, a row of a box often lies in two pieces of 256 bytes, and both would be
+/// fetched. For a matrix that is only written it means nothing.
 enum class Reads { once, often };
 
 /// Has the driver make a tensor map of `rank` dimensions, the innermost first. strides[i] says how

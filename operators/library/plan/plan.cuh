@@ -38,8 +38,8 @@ inline bool overlap(const Given& a, const Given& b) {
 
 constexpr int kZerosThreads = 256, kMostZerosBlocks = 1024;
 
-/// Zeros in a workspace: a thread writes 16 bytes at a time. A launch that follows early takes its
-/// places meanwhile; after cudaMemsetAsync it would wait some 3 us longer.
+/// Zeros in a workspace: a thread writes 16 bytes at a time. A kernel, and not cudaMemsetAsync, so
+/// that a launch that follows early may take its places meanwhile.
 static __global__ void __launch_bounds__(kZerosThreads) zeros(uint4* to, size_t count) {
   primitives::start_next_kernel();
   const size_t all = size_t{gridDim.x} * kZerosThreads;

@@ -130,10 +130,10 @@ class MmaWays {
            stream>>>(of.factors, slices, of.finish);
   }
 
-  /// Not fitted yet: counted from what lesson 3's kernels take on an H100. A multiprocessor with
-  /// all its blocks does so many multiply-adds in a cycle, fewer with smaller tiles of a warp; four
-  /// warps alone do two thirds of that. It gets 45 bytes a cycle from the L2 cache. The first data
-  /// and the results of a tile take some 2000 cycles.
+  /// An estimate that is not fitted to measurements. A multiprocessor with all its blocks is
+  /// counted with so many multiply-adds in a cycle, fewer with smaller tiles of a warp, and two
+  /// thirds of that with four warps alone; with 45 bytes a cycle from the L2 cache; and with 2000
+  /// cycles for the first data and the results of a tile.
   template <class Tile>
   double microseconds(int64_t tiles, int slices, int steps) const {
     constexpr double kRate = Tile::WM * Tile::WN >= 64 * 64   ? 1050

@@ -96,9 +96,9 @@ struct PortableTf32 {
     });
   }
 
-  /// Fitted to 2,800 shapes drawn at random, on an H200. With two stages a block waits for a step's
-  /// data, while others of its multiprocessor work. A copy of less than 16 bytes a thread takes as
-  /// long as one of 16.
+  /// Fitted to shapes drawn at random, on an H200. With two stages a block waits for a step's data,
+  /// while others of its multiprocessor work. A copy of less than 16 bytes a thread takes as long
+  /// as one of 16.
   template <class Tile>
   double microseconds_of(int64_t tiles) const {
     constexpr double kMultiplyAdds = 230, kWait = 1100, kAtOnce = Tile::BM > 64 ? 1 : 4;
