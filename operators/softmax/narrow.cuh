@@ -174,7 +174,7 @@ Product make_narrow(const Layer& layer) {
   return product;
 }
 
-// For many rows, if a block's warps have room for W.
+// Whether there are many rows, and a block's warps have room for W.
 template <int kTiles>
 bool fits_narrow(const Layer& layer) {
   constexpr int kManyRows = 2048, kMostInputs = 32 * kNarrowWarps * Narrow<kTiles>::kChunks;

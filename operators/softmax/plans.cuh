@@ -58,7 +58,7 @@ inline double cluster_microseconds(const Layer& layer, bool split, int splits, i
       return cost.rows == rows && cost.classes == classes;
     };
     const ClusterCost& cost = *std::ranges::find_if(kClusterCosts, is_it);
-    const int64_t of_each = ceil_div(at_once * splits, int64_t{layer.sms});  // multiprocessor
+    const int64_t of_each = ceil_div(at_once * splits, int64_t{layer.sms});  // blocks on each
     const int64_t blocks = ceil_div(clusters, std::max<int64_t>(1, at_once / of_each));
     return 1.9 + others +
            std::max(1.0, cost.share * static_cast<double>(blocks)) *
@@ -197,7 +197,7 @@ template <class Tile>
 Product make_exchange(const Layer& layer, int clusters, int slices) {
   constexpr int kRows = Tile::kRows, kPeers = Tile::kPeers;
   constexpr int kBytes = sizeof(typename Tile::Shared);
-  constexpr bool kRounds = Tile::kMath == Math::tf32;  // the copy engine does
+  constexpr bool kRounds = Tile::kMath == Math::tf32;  // the copy engine rounds
   const bool fused = slices == 0;
   const int tiles = static_cast<int>(kPeers * blocks_for(layer.C, kPeers * Tile::kColumns));
   const int strips = RowsOfX::strips(layer.B, kRows, RowsOfX::shift_of(layer.x_stride));
@@ -287,7 +287,8 @@ std::vector<Plan> plan_exchange(const Layer& layer) {
   return plans;
 }
 
-// Where a tile ends is an int, too, and a grid's y is a row's tiles.
+// Whether rows and columns fit: a tile may end behind the last row, and that number is an int, too;
+// a grid's y, at most 65535, counts the tiles of a row.
 inline bool fits_tiles(const Layer& layer) {
   return layer.shape.rows <= INT32_MAX - 1024 && layer.C <= 65535 * 128;
 }

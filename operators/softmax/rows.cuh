@@ -13,7 +13,8 @@ using namespace primitives;
 
 // ---- Maximum and sum ----------------------------------------------------------------------------
 
-// The factor by which exponentials relative to `from` become relative to `to`. Of two -inf: 1.
+// exp(logit - m) is an exponential relative to m. Times this factor, exponentials relative to
+// `from` become relative to `to`. If both are -inf, it is 1.
 __device__ inline float rebase(float from, float to) { return from == to ? 1 : expf(from - to); }
 
 // Merges two parts of a row: both sums become relative to the larger maximum. For example, the

@@ -13,7 +13,8 @@ namespace operators::softmax {
 
 /// Long rows are cut into parts of so many columns.
 inline constexpr int kPartColumns = 4096;
-// Where a block's steps end is an int, too; and a grid's y counts the parts of a row.
+// A block's steps may end behind the last input, and that number is an int, too. A grid's y, at
+// most 65535, counts the parts of a row.
 inline constexpr int64_t kMostInputs = INT32_MAX - 1023;
 inline constexpr int64_t kMostClasses = int64_t{65535} * kPartColumns;
 
@@ -21,7 +22,8 @@ struct SoftmaxShape {
   int64_t rows, inputs, classes;  ///< B, D, C; each below 2^31
 
   double logits() const { return static_cast<double>(rows) * static_cast<double>(classes); }
-  /// The product, and per logit: compare with the maximum, subtract it, exp, add, divide.
+  /// Operations of the product, and for each logit five: compare with the maximum, subtract it,
+  /// exp, add, divide.
   double flops() const { return logits() * (2 * static_cast<double>(inputs) + 5); }
   /// Least possible traffic in bytes: x and W (elements of `input_bytes`) in, probs (fp32) out.
   double bytes(size_t input_bytes) const {
