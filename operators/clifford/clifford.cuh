@@ -18,9 +18,9 @@ namespace operators::clifford {
 constexpr float kEpsilon = 1e-6f;
 
 __device__ inline float gate(float s) { return 0.5f + 0.5f * erff(s * 0.70710678f); }
-// The derivative of the gate is the density of the normal distribution. The error of __expf(x) is
-// at most 2 + 1.2 |x| units in the last place (CUDA Programming Guide, "Intrinsic Functions"),
-// which is little where the density is not almost 0.
+// The derivative of the gate, the density of the normal distribution. The error of __expf(x) is at
+// most 2 + 1.2 |x| units in the last place (CUDA Programming Guide, "Intrinsic Functions"), which
+// is little where the density is not almost 0.
 __device__ inline float gate_slope(float s) { return 0.39894228f * __expf(-0.5f * s * s); }
 
 // Both gates are factors of the whole product: z = gate(x_0) gate(y_0) (x y).
@@ -70,11 +70,9 @@ constexpr int kMaxWarps = 16;  // of a block
 
 // Adds up the sums of a row, always in the same order. All threads of the row get the result. A
 // block has one row, or several of `warps` warps each: a power of two, or with kAnyNumber any
-// number. The lanes of a warp add up by shuffles (a butterfly), and then the lanes add up what the
-// row's warps have left in `partials`. A kernel that calls this more than once has two arrays of
-// partial sums, and its calls take turns with them. So one barrier in a call is enough: a thread
-// that writes the first array again has passed the barrier of the call with the second one, where
-// all arrived after they had read the first.
+// number. Calls take turns with two arrays of partial sums. So one barrier in a call is enough: a
+// thread that writes the first array again has passed the barrier of the call with the second one,
+// where all arrived after they had read the first.
 template <bool kAnyNumber = false, int kCount>
 __device__ __forceinline__ void add_up_row(FeatureSums<kCount>& sums, FeatureSums<kCount>* partials,
                                            int warps) {
@@ -88,10 +86,9 @@ __device__ __forceinline__ void add_up_row(FeatureSums<kCount>& sums, FeatureSum
   add_up_lanes(sums, lanes);
 }
 
-// The same with fewer shuffles: lesson 10's RowReduction, which shows what each lane holds. In each
-// step of of_warp() two lanes share the work: each gives the other one half of its sums, and goes
-// on with the other half, to which it adds what it is given (a reduce-scatter). At the end lane l
-// has sum l % kPlaces of its warp. With 8 sums these are 9 shuffles, where butterflies take 40.
+// The same with fewer shuffles, by a reduce-scatter and an all-gather: lesson 10's RowReduction.
+// With 8 sums of_warp() takes 9 shuffles, where butterflies take 40. After it lane l has sum l %
+// kPlaces of its warp.
 template <int kCount>
 struct Halves {
   static constexpr int kSteps = std::bit_width(kCount - 1u), kPlaces = 1 << kSteps;
@@ -217,10 +214,9 @@ __device__ __forceinline__ void add_gradient_sums(const Multivectors<A, W>& P, c
   });
 }
 
-// Computes from d_out the gradients of P, which it returns, and of g. As in
-// normalize_grade_gradient (unfused.cuh) dz = r d_out - r^3 z (sum over the row of d_out z) /
-// features. Since z_k = g P_k for each blade k, dP_k = g dz_k, and dg is the sum over all blades of
-// P_k dz_k.
+// Computes from d_out the gradients of P, which it returns, and of g. dz is made as in
+// normalize_grade_gradient (unfused.cuh). dP_k = g dz_k, and dg is the sum over all blades of P_k
+// dz_k.
 template <typename A, int W>
 __device__ __forceinline__ Multivectors<A, W> gradient_of_product(const Multivectors<A, W>& P,
                                                                   const Pack<W>& g,

@@ -134,9 +134,9 @@ struct Ready {
   Memory<unsigned> made;
 };
 
-// Backward begins with the chunk that forward ended with, whose planes are still there. First these
-// are multiplied for dw. Then the planes' gradients are written over them, and taken apart by a
-// kernel of their own. For each other chunk make_ready makes the planes again.
+// Backward begins with the chunk that forward ended with, whose planes are still there. They are
+// multiplied for dw, and then the planes' gradients take their place. For each other chunk
+// make_ready makes the planes again.
 template <typename A, bool kBeside>
 struct ReadyBackward {
   ReadyBackward(const Ready<A, kBeside>& ready, const CliffordGradients& gradients)

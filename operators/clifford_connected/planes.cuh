@@ -41,11 +41,9 @@ struct Chunk {
 
 /// The weights in TF32, in the order of slots, zeros beyond the features: `transposed` (slots, out
 /// feature, in feature), and for backward `plain` (slots, in feature, out feature), unless it is
-/// null. Rows of both become columns of a result, so they are in the order of place_of_column(). In
-/// `plain` out features are in this order, too, as dz has them so, and the product of both sums
-/// over them. A block has 32 rows and width() columns of a matrix. Its 128 threads read them row by
-/// row into `piece`, in shared memory. A column of `piece` is a row of `transposed`. As a row of
-/// `piece` has 129 elements, a column lies in 32 banks.
+/// null. Rows of both are in the order of place_of_column(), and so are out features of `plain`, as
+/// those of dz. A block of 128 threads has 32 rows and width() columns of a matrix. A row of
+/// `piece` has 129 elements, so that a column lies in 32 banks.
 template <typename A>
 struct WeightTransposer {
   using Piece = float[32][128 + 1];
@@ -93,11 +91,10 @@ struct WeightTransposer {
 };
 
 /// Makes the planes of a chunk. A *unit* is 128 features of one row, in all planes. A warp makes
-/// it: each lane loads 4 features of x and y, all blades, multiplies them in registers, and stores
-/// 16 bytes to each plane. A patch is 128 units. Patches are numbered as they are needed, in groups
-/// of `together` rows of patches, in a group column by column. The first `before` units are made
-/// before the product: all of them, or the first columns of the first group. The others are made
-/// beside it, and for each of their patches a counter says how many units are there.
+/// it, each lane 4 features. A patch is 128 units. Patches are numbered as they are needed, in
+/// groups of `together` rows of patches, in a group column by column. The first `before` units are
+/// made before the product: all of them, or the first columns of the first group. The others are
+/// made beside it, and for each of their patches a counter says how many units are there.
 template <typename A>
 struct PlaneMaker {
   const float *x, *y;
@@ -107,7 +104,7 @@ struct PlaneMaker {
 
   __host__ __device__ int units() const { return chunk.patches() * 128; }
   /// The number of the first patch in row `block` of patches, and how much greater that of the next
-  /// one in this row is.
+  /// one is.
   __device__ int first_patch(int block) const {
     return block / together * together * chunk.slices() + block % together;
   }
@@ -124,10 +121,9 @@ struct PlaneMaker {
     Unit unit = load(u / wide, u % wide);
     make(unit);
   }
-  /// Makes this warp's share of the other units; `warps` share them. In each pass a warp first
-  /// starts to load x and y of a unit (with 4 blades of two), then reports the previous unit, then
-  /// makes this one. Before it reports it waits for its writes, and meanwhile the loads arrive. The
-  /// fence is for the copy engine, which will read the planes.
+  /// Makes this warp's share of the other units; `warps` share them. A warp reports a unit when it
+  /// has started to load x and y of the next one: so it waits for its writes while those loads
+  /// arrive. The fence is for the copy engine, which will read the planes.
   __device__ __forceinline__ void make_beside(int warp, int warps, const Progress& progress) const {
     constexpr int kAtOnce = A::kBlades > 4 ? 1 : 2;  // units, of neighbouring rows
     const auto tell = [&](int patch) {
@@ -231,10 +227,10 @@ __device__ __forceinline__ void normalize_grade_of_row(float* out, float* invers
 
 /// The tile scheduler: which tiles of z the clusters take, and in which order. A tile has
 /// `tile_rows` rows and `tile_cols` features of one blade. Tiles of the scalar and of the last
-/// blade are the short ones, since their grades have fewer slots. There are two orders. Row by row
-/// (by_rows) a round has all tiles of as many rows as there are clusters for, and after every two
-/// rounds other clusters get the short tiles. Or all long tiles come before the short ones. That is
-/// better where row by row some clusters would have no work, or would have long tiles only.
+/// blade are the short ones. Row by row (by_rows) a round has all tiles of as many rows as there
+/// are clusters for, and after every two rounds other clusters get the short tiles. Otherwise all
+/// long tiles come before the short ones. That is better where row by row some clusters would have
+/// no work, or would have long tiles only.
 template <typename A>
 struct TileOrder {
   static constexpr int kLong = A::kBlades - 2;  ///< blades with long tiles
@@ -277,9 +273,8 @@ struct TileOrder {
     const Place at = place(tile);
     return at.row * A::kGrades + A::kTables.grade[at.blade];
   }
-  /// Whether all tiles are of one round that have this row and one of the `count` blades from
-  /// `blade` on, which are those of a grade. They have neighbouring numbers, so the first and the
-  /// last one of them decide.
+  /// Whether all tiles of the row, and of the `count` blades from `blade` on, those of a grade, are
+  /// of one round. They have neighbouring numbers, so the first and the last one decide.
   __host__ __device__ bool together(int row, int blade, int count) const {
     if (by_rows) return true;
     row /= tile_rows;
@@ -289,14 +284,12 @@ struct TileOrder {
   }
 };
 
-/// The norm. That of a row is over all features and over the blades of a grade, which are in tiles
-/// of several clusters. If all of these tiles are of one round, a warpgroup keeps its sums of z in
+/// The norm of rows and grades whose tiles are all of one round. A warpgroup keeps its sums of z in
 /// registers, leaves its rows' sums of squares in memory, adds 1 to a counter, and waits until all
-/// tiles have done so. Then it scales its sums, so that z is never in memory.
-///
-/// Nobody waits forever: all clusters are on the device at the same time, each has one tile of a
-/// round, and a warpgroup that waits has given back its stages before. Rows whose tiles are of
-/// several rounds are written without the norm; normalize_rest scales them.
+/// tiles have done so. Then it scales its sums, so that z is never in memory. Nobody waits forever:
+/// all clusters are on the device at the same time, each has one tile of a round, and a warpgroup
+/// that waits has given back its stages before. (Other rows are written without the norm;
+/// normalize_rest scales them.)
 template <typename A>
 struct RoundNorm {
   float *out, *inverses;
@@ -413,11 +406,10 @@ struct ResultFactors {
   float products[kResultThreads / 32];
   float2 factors[kResultRows];
 };
-/// A block writes dz of 8 rows and one grade c, in TF32 and transposed. As out = r z, dz = r d_out
-/// - r out mean(d_out out). Two warps add up a row, each lane W features at a time. Then a thread
-/// has 8 rows of a feature. In dz these are 32 neighbouring bytes, a sector, the least that memory
-/// writes at once. The second reads hit a cache. Features become columns of dw, so they are in the
-/// order of place_of_column().
+/// A block writes dz of 8 rows and one grade c, in TF32 and transposed: dz = r d_out - r out
+/// mean(d_out out), as out = r z. Two warps add up a row. Then a thread has 8 rows of a feature, in
+/// dz a whole sector of 32 bytes. The second reads hit a cache. Features are in the order of
+/// place_of_column().
 template <typename A, int c, int W>
 __device__ __forceinline__ void transpose_grade(const float* out, const float* d_out,
                                                 const float* inverses, float* transposed,
@@ -496,10 +488,9 @@ __global__ void __launch_bounds__(kResultThreads, 2)
   });
 }
 
-/// dx and dy from the planes' gradients d. With g = gate(x_0) and h = gate(y_0) a plane is a sum of
-/// terms sign g x_i h y_j. Let S_i be the sum of sign y_j d_k over the terms with x_i. As a factor
-/// of these terms x_i has the gradient g h S_i. But x_0 is in g as well, which is a factor of all
-/// terms. So dx_0 has gate'(x_0) h (sum of x_i S_i) besides. dy is computed likewise.
+/// dx and dy from the planes' gradients d, as finish_gradients() of the bonus computes them. With g
+/// = gate(x_0), h = gate(y_0) and S_i, the sum of sign y_j d_k, dx_i is g h S_i. dx_0 has
+/// gate'(x_0) h (sum of x_i S_i) besides. dy is computed likewise.
 template <typename A>
 struct PlaneTaker {
   const float *x, *y, *d;

@@ -1,15 +1,11 @@
-// What the blocks of the diffusion in one launch do, step by step: load, multiply, add to the sum
-// of all blocks, meet, damp, multiply again, store. Each step is a function of its own, as in
-// lesson 7's *clusters*, and the kernel in fused.cuh is their order. bonus_diffusion_gpus.cu has
-// another meeting between them, of the blocks of several GPUs.
+// The steps of lesson 7's *clusters*, a function each, for tiles of several sizes and for batches.
+// The kernel in fused.cuh is their order. bonus_diffusion_gpus.cu has another meeting between them,
+// of the blocks of several GPUs.
 //
-// A block has a producer and two consumer warpgroups. In the first product a consumer has kEigen /
-// 2 rows of the spectrum and all kColumns columns, and both work on every tile. In the second
-// product a tile belongs to one consumer, and the next tile mostly to the other one: one multiplies
-// while the other one writes out. Three spare warps beside the producer clear the sum of the next
-// launch and, backward, add dSpectral to the sum of all blocks and compute dTimes from it.
-//
-// In a batch of meshes each mesh has clusters of its own, which meet at a sum of their own.
+// In the first product a consumer has kEigen / 2 rows of the spectrum and all kColumns columns, and
+// both work on every tile. In the second product a tile belongs to one consumer, and the next tile
+// mostly to the other one. Three spare warps beside the producer work on the sum of all blocks. In
+// a batch each mesh has clusters of its own, which meet at a sum of their own.
 #pragma once
 
 #include "operators/diffusion/diffusion.h"
@@ -32,8 +28,7 @@ inline constexpr int kMulticastRows = 32;
 /// consumers.
 inline constexpr int kOneLaunchThreads = 384, kSpareThreads = 96, kConsumers = 256;
 
-// The ids for named_barrier(). Consumer 0 has kConsumerBarrier, and consumer 1 has the id after it.
-// The spare warps have one, and so have both consumers together.
+// The ids for named_barrier(). Consumer 1 has the id after that of consumer 0.
 inline constexpr int kConsumerBarrier = 1, kSpareBarrier = 3, kConsumersBarrier = 4;
 
 // The masses that come with a tile. In a batch the masses of a mesh may begin at any address, but
@@ -68,11 +63,9 @@ struct OneLaunchTile {
   static constexpr bool kBatch = kBatch_;
   static constexpr int kSteps = kEigen / kStepK, kBoxes = kColumns / kBoxCols;
   static constexpr int kTiles = kEigen / 128;  // of 64 rows of the spectrum, that a consumer has
-  // The sum of all blocks lies in memory as the registers of the consumers hold it, in quads, and
-  // not by rows and columns. A quad is four elements of one thread, which one atomicAdd adds. In
-  // every block the same thread has the same elements, so all blocks add to the same quads.
-  // Elements 4 j to 4 j + 3 of lane l for rows 16 w to 16 w + 15 are quad number (w kColumns / 8 +
-  // j) 32 + l.
+  // The sum of all blocks lies in memory as the registers of the consumers hold it, in quads: four
+  // elements of a thread, which one atomicAdd adds. Elements 4 j to 4 j + 3 of lane l for rows 16 w
+  // to 16 w + 15 are quad number (w kColumns / 8 + j) 32 + l.
   static constexpr int kQuads = kEigen * kColumns / 4;
 };
 
@@ -161,16 +154,13 @@ struct Totals {
 };
 
 /// Where the blocks with the same columns, which have the same rank in their clusters, add their
-/// shares, and count how many of them have added.
+/// shares and count how many have added.
 ///
-/// all_totals (2, blocks, kEigen, kColumns) has two sums for each rank. A launch adds to one of
-/// them, and fills the other one with zeros, for the next launch. `arrivals` has a counter for each
-/// rank. Its lower 16 bits count the blocks that have come, and its upper 16 bits count the
-/// launches. In a batch each mesh has both.
-///
-/// Sums and counters are zero before the first launch. A launch leaves them ready for the next one
-/// with the same template arguments and W, whatever V and the grid are. Two streams need one of
-/// each, since two launches must not use them at the same time.
+/// all_totals (2, blocks, kEigen, kColumns) has two sums for each rank. A launch adds to one, and
+/// fills the other with zeros for the next launch. `arrivals` has a counter for each rank: the
+/// lower 16 bits count blocks, the upper 16 bits launches. In a batch each mesh has both. All are
+/// zero before the first launch. A launch leaves them ready for the next one with the same template
+/// arguments and W, whatever V and the grid are. Two launches must not use them at the same time.
 template <typename Work>
 struct Meeting {
   unsigned* arrivals;
@@ -195,9 +185,9 @@ struct Meeting {
 };
 
 /// What the L2 cache is asked to do with tile t of the basis in the first product. The second
-/// product takes the tiles from the last one back to the first. The last kStages tiles are in
-/// shared memory until then. (If those are all, nothing is asked.) Of those before them the cache
-/// shall keep the last ones, kCachedBytes of all clusters together. The others it may drop first.
+/// product takes the tiles in reverse. It finds the last kStages in shared memory. Of those before
+/// them the cache shall keep the last ones, kCachedBytes of all clusters together, and may drop the
+/// others first.
 inline constexpr int kCachedBytes = 32 << 20;
 template <typename Work>
 __device__ __forceinline__ uint64_t basis_policy(const Work& work, int t) {
@@ -245,8 +235,8 @@ __device__ __forceinline__ void load_basis(const Work& work, int t, int stage, B
   }
 }
 
-/// All bytes of the first tile are announced, and its x is loaded. This may be before the cluster
-/// has met, since x is for this block alone.
+/// Announces all bytes of the first tile, and loads its x. The cluster need not have met, since x
+/// is for this block alone.
 template <typename Work>
 __device__ __forceinline__ void put_first_x(const Work& work) {
   put_first(work.shared.pipeline, Work::kFirstBytes,
@@ -292,9 +282,9 @@ __device__ __forceinline__ void zero_totals(const Work& work, float4* totals) {
   visit_quads(work, [&](int i) { totals[i] = float4{}; });
 }
 
-/// Backward: what a spare warp has of columns 8 j to 8 j + 7 of its rank. There the spectrum's rows
-/// are groups of 16 rows. The three spare warps of a block take these groups in turn. A lane has
-/// one quad of each group: two columns of a row, and the same of the row 8 below it.
+/// Backward: what a spare warp has of columns 8 j to 8 j + 7 of its rank. The three spare warps of
+/// a block take groups of 16 rows in turn. A lane has one quad of each group: two columns of a row,
+/// and the same of the row 8 below it.
 template <typename Work>
 struct SpareColumns {
   static constexpr int kMine = (Work::kEigen / 16 + 2) / 3;
@@ -303,8 +293,8 @@ struct SpareColumns {
 
   __device__ int col() const { return work.col0() + 8 * j + 2 * (lane % 4); }
   __device__ int row(int k) const { return 16 * (warp + 3 * k) + lane / 4; }
-  /// Whether there is a quad k, since not all three warps have equally many. In place of one that
-  /// is missing a warp reads another one, and multiplies it by 0.
+  /// Whether there is a quad k. Where it is missing the warp reads another one, and multiplies it
+  /// by 0.
   __device__ bool has(int k) const { return warp + 3 * k < Work::kEigen / 16; }
   __device__ int quad(int k) const {
     return ((has(k) ? warp + 3 * k : 0) * Work::kColumns / 8 + j) * 32 + lane;
@@ -338,9 +328,8 @@ __device__ __forceinline__ void add_d_spectral(const Work& work, float4* totals)
 }
 
 /// Backward: dTimes, minus the sum over the rows of evalue * spectral * total. The first two
-/// factors are loaded before all blocks have added. A lane adds up its own rows, then come the 8
-/// lanes that have the same columns, and then the three warps. take(sums, quad)... load the total:
-/// all of it or, as dTimes is linear in it, one term after another, with fewer registers.
+/// factors are loaded before all blocks have added. take(sums, quad)... load the total: all of it
+/// or, as dTimes is linear in it, one term after another, with fewer registers.
 template <typename Work, typename... Take>
 __device__ __forceinline__ void store_d_times(const Work& work, const Take&... take) {
   using Columns = SpareColumns<Work>;
@@ -443,9 +432,8 @@ __device__ __forceinline__ unsigned two_masses(const Work& work, int t, int stag
 }
 
 /// First product: this block's share of basis^T (mass x). The left factor is the basis, transposed,
-/// and forward multiplied by the masses. A register of it has two neighbours along k, which are two
-/// rows of the tile, and is multiplied by their two masses. The last stages are not given back:
-/// they are kept for the second product.
+/// and forward multiplied by the masses. The last stages are not given back: they are kept for the
+/// second product.
 template <Pass kPass, typename Work, class Reader>
 __device__ __forceinline__ void project(const Work& work, SpectrumShare<Work>& share,
                                         Reader& reader) {
@@ -492,10 +480,9 @@ __device__ __forceinline__ void add_to_totals(const SpectrumShare<Work>& share, 
   }
 }
 
-/// The consumers arrive, and wait until those of all blocks have added. Thread 128, the first one
-/// of the consumers, does so for all: after the first barrier all have added, and after the second
-/// one all know that the other blocks have. Backward the block arrives when its spare warps have
-/// added, too, and then tells them through `met` that all blocks have come.
+/// The consumers arrive, and wait until those of all blocks have added. Thread 128 does so for all.
+/// Backward the block arrives when its spare warps have added, too, and then tells them through
+/// `met` that all blocks have come.
 template <Pass kPass, typename Work>
 __device__ __forceinline__ void meet(const Work& work, const Meeting<Work>& meeting) {
   named_barrier(kConsumersBarrier, kConsumers);

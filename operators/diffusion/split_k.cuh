@@ -18,10 +18,9 @@ namespace operators::diffusion {
 
 using namespace primitives;
 
-/// A block owns kE x kW elements of the spectrum, and each of its warps kWarpE x kWarpW of these,
-/// in registers. A step adds what kV vertices contribute. Of their rows it needs kE columns of the
-/// basis, kW columns of the values, and the masses: this is a stage. kStages of them are in shared
-/// memory. While one is multiplied, the others are on their way.
+/// A block owns kE x kW elements of the spectrum, and each of its warps kWarpE x kWarpW of these. A
+/// step adds what kV vertices contribute. A stage is what it needs of their rows: kE columns of the
+/// basis, kW columns of the values, and the masses.
 template <int kSide, int kWarpsAlongE, int kWarpsAlongW, int kBlocksFit>
 struct ProjectTile {
   static constexpr int kE = kSide, kW = kSide, kV = 64, kStages = 3, kWarpsW = kWarpsAlongW;

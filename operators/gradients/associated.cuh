@@ -109,10 +109,9 @@ struct PortableForward {
 };
 
 // Computes out = tanh(xr ar + xi ai). As many blocks as fit on the GPU stay, each with its columns
-// of x, M1 and M2, and take tile after tile of 64 rows of Gr and Gi. The blocks that own the
-// columns of the same rows run at the same time. So Gr and Gi are read from memory once, and by the
-// other blocks from the L2 cache. One lane has all of an element: xr, xi, ar and ai. So xr and xi
-// need not be rounded. With wide tiles a lane has 128 registers of sums.
+// of x, M1 and M2, and take tile after tile of 64 rows of Gr and Gi. Blocks with the columns of the
+// same rows run at the same time, so Gr and Gi come from memory once. One lane has all of an
+// element, with wide tiles in 128 registers of sums. So xr and xi need not be rounded.
 template <class Tiles>
 __global__ void __launch_bounds__(Tiles::kThreads, 2)
     associated_features(GradientsOperands in, const bf16* M) {
@@ -248,10 +247,9 @@ __device__ __forceinline__ void add_vertices(SumsOverVertices& sums, const bf16*
 
 // Writes partials (slices, 3, E, W): for each slice dM1, dM2 and D, summed up over every
 // gridDim.y-th tile of BV vertices. Block (i, slice) owns BN columns of x, M1, M2 and of the sums.
-//
 // The tiles of Gr and Gi that make P, Q, R and S are the left factors of the sums, too, transposed
 // by ldmatrix on the way to the registers. So a block copies each tile once. P, Q, R and S exist
-// for one tile at a time, in shared memory. One warp's products are read by others, so a barrier
+// for one tile at a time, in shared memory. A warp's products are read by others, so a barrier
 // stands between them and the sums. The barrier in next() stands between the sums and the next
 // tile's products.
 template <class Tiles>
