@@ -1,6 +1,6 @@
 """Two versions of each function of a program that ./try builds: with hooks, and quick.
 
-The compiler calls a hook before each load and store of the first one (cpu/watch/counting.h), which costs several times
+The compiler calls a hook before each load and store of the first one (cpu/watch/hooks.h), which costs several times
 what the access does, and is optimized less. The second one is what -O2 makes of the same source. A function of the
 first version begins with a jump to that of the second one, unless the calling thread counts (hook_use). So what the
 host does is quick, and so is a kernel that is no longer counted.

@@ -24,7 +24,7 @@
 #include "cpu/runtime/capture.h"
 #include "cpu/runtime/device_state.h"
 #include "cpu/runtime/environment.h"
-#include "cpu/watch/counting.h"
+#include "cpu/watch/hooks.h"
 #include "cpu/watch/ledger.h"
 #include "cpu/watch/repeats.h"
 

@@ -21,7 +21,7 @@
 #include "cpu/execution/later_than_cpp17.h"
 #include "cpu/execution/sanitizers.h"
 #include "cpu/order/fences.h"
-#include "cpu/watch/counting.h"
+#include "cpu/watch/hooks.h"
 
 // ---- Barriers ----------------------------------------------------------------------------------
 

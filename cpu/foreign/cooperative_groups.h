@@ -10,7 +10,7 @@
 
 #include "cpu/execution/sanitizers.h"
 #include "cpu/hopper/units.h"
-#include "cpu/watch/counting.h"
+#include "cpu/watch/hooks.h"
 #include "cuda_runtime.h"
 #include "runtime_helpers.h"
 

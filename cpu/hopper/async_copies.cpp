@@ -5,7 +5,7 @@
 
 #include "cpu/execution/cuda_cpu.h"
 #include "cpu/execution/sanitizers.h"
-#include "cpu/watch/counting.h"
+#include "cpu/watch/hooks.h"
 
 namespace cuda_cpu {
 

@@ -20,7 +20,7 @@
 #include "cpu/execution/execution.h"
 #include "cpu/execution/small_float.h"
 #include "cpu/hopper/units.h"
-#include "cpu/watch/counting.h"
+#include "cpu/watch/hooks.h"
 #include "cuda_fp8.h"
 
 #if defined(__x86_64__)

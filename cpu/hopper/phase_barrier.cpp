@@ -9,7 +9,7 @@
 
 #include "cpu/execution/execution.h"
 #include "cpu/execution/sanitizers.h"
-#include "cpu/watch/counting.h"
+#include "cpu/watch/hooks.h"
 
 namespace cuda_cpu {
 namespace {

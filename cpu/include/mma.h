@@ -17,7 +17,7 @@
 #include "cpu/execution/cuda_cpu.h"
 #include "cpu/execution/later_than_cpp17.h"
 #include "cpu/library/matrix_product.h"
-#include "cpu/watch/counting.h"
+#include "cpu/watch/hooks.h"
 #include "cuda_bf16.h"
 #include "cuda_fp16.h"
 

@@ -7,7 +7,7 @@
 
 #include "cpu/execution/worker_pool.h"
 #include "cpu/runtime/device_state.h"
-#include "cpu/watch/counting.h"
+#include "cpu/watch/hooks.h"
 #include "cpu/watch/ledger.h"
 #include "cuda_bf16.h"
 #include "cuda_fp16.h"

@@ -14,6 +14,7 @@
 #include "cpu/execution/sanitizers.h"
 #include "cpu/order/fences.h"
 #include "cpu/runtime/device_state.h"
+#include "cpu/watch/hooks.h"
 #include "cpu/watch/ledger.h"
 
 namespace cuda_cpu {

@@ -1,4 +1,4 @@
-"""How a program is linked with tsan_identities.cpp, beside this file."""
+"""How a program is linked with cpu/watch/tsan_identities.cpp."""
 
 import os
 import subprocess
