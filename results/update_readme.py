@@ -292,12 +292,25 @@ def counts_table(record):
     return "\n" + "\n".join(lines) + "\n"
 
 
+def timed(problem):
+    """What was timed: "Cold L2 cache"."""
+    mode = problem["kernels"][0]["ms"]["mode"]
+    return "20 calls in a CUDA graph, per call" if mode == "graph" else f"{mode.capitalize()} L2 cache"
+
+
 def how(run, problem):
     """How a problem was timed: "Cold L2 cache, median of 50; commit 012345678."."""
-    ms = problem["kernels"][0]["ms"]
-    timed = "20 calls in a CUDA graph, per call"
-    timed = timed if ms["mode"] == "graph" else f"{ms['mode'].capitalize()} L2 cache"
-    return f"{timed}, median of {ms['samples']}; commit {run['commit'][:9]}."
+    return f"{timed(problem)}, median of {problem['kernels'][0]['ms']['samples']}; commit {run['commit'][:9]}."
+
+
+def how_several(chosen):
+    """The same of several (run, problem). Those that take microseconds may have been timed in graphs, and others not."""
+    ways = list(dict.fromkeys(timed(problem) for _, problem in sorted(chosen, key=lambda each: each[1]["limit_ms"])))
+    samples = sorted({problem["kernels"][0]["ms"]["samples"] for _, problem in chosen})
+    commits = list(dict.fromkeys(run["commit"][:9] for run, _ in chosen))
+    return (f"{'; the longer ones with a '.join([ways[0], *(way[0].lower() + way[1:] for way in ways[1:])])}, "
+            f"median of {' to '.join(str(each) for each in dict.fromkeys((samples[0], samples[-1])))}; "
+            f"commit{'s' * (len(commits) > 1)} {', '.join(commits)}.")
 
 
 def moved_counts(run, problem, kernel):
@@ -351,9 +364,10 @@ def table(run, problem, full=False):
     step_ns, step_cycles = "ns a step", "cycles a step"
     if chain:
         columns = [unit, step_ns, step_cycles, "error"]  # "speed" would compare different places
+    # Of a chain of loads the limit says nothing: no two of them are under way together.
+    against = "" if chain else f"; the limit is {limit}, {number(scale * problem['limit_ms'])} {unit}"
     lines = [
-        f"{run['device']['name']}, {dims}, {problem['dtype']}; the limit is {limit}, "
-        f"{number(scale * problem['limit_ms'])} {unit}. {how(run, problem)}",
+        f"{run['device']['name']}, {dims}, {problem['dtype']}{against}. {how(run, problem)}",
         "",
         f"| kernel | {' | '.join(columns)} |",
         "|---" + "|--:" * len(columns) + "|",
@@ -411,13 +425,16 @@ def sizes(what):
     ratios = [f"{a} / {b}" for a, b in zip(titles, titles[1:])]
     lines = [f"| problem | limit | {' | '.join(titles + ratios)} |",
              "|---" + "|--:" * (1 + len(titles + ratios)) + "|"]
+    chosen = []
     for target in targets:
         place, names = target.strip().split(": ")
-        _, problem = problem_of(place)
+        run, problem = problem_of(place)
+        chosen.append((run, problem))
         ms = [kernel_of(problem, name)["ms"]["median"] for name in names.split(" | ")]
         cells = [name_with_dims(problem), *map(duration, [problem["limit_ms"], *ms])]
         cells += [f"{a / b:.2f}x" for a, b in zip(ms, ms[1:])]
         lines.append("| " + " | ".join(cells) + " |")
+    lines[:0] = [f"{chosen[0][0]['device']['name']}. {how_several(chosen)}", ""]
     return "\n" + "\n".join(lines) + "\n"
 
 

@@ -278,16 +278,16 @@ def softmax():
     """Lesson 9: how the parts of a row come together."""
     picture = Picture("A row of logits in four blocks", 1060, 430, 17)
     parts = ((3, 2.0), (5, 1.5), (1, 2.4), (4, 1.2))
-    picture.text(20, 30, "one row of logits, in the registers of four blocks", bold=True)
+    picture.text(20, 30, "one row of logits l, in the registers of four blocks", bold=True)
     for number, (most, total) in enumerate(parts):
         left = 20 + number * 260
         for column in range(8):
             picture.box(left + column * 29, 50, 26, 40, SKY, None)
         picture.line(f"M{left + 115} 94V128")
-        said = f"maximum {most}\nsum of exp(x - {most}): {total:g}"
+        said = f"maximum {most}\nsum of exp(l - {most}): {total:g}"
         picture.box(left + 20, 134, 192, 56, SAND, RUST, said, 6, size=16)
         picture.line(f"M{left + 116} 194L{480 + 30 * number} 236")
-        picture.text(left + 116, 374, f"exp(x - {most}) exp({most} - 5) / s", "middle", size=16)
+        picture.text(left + 116, 374, f"exp(l - {most}) exp({most} - 5) / s", "middle", size=16)
         picture.line(f"M{480 + 30 * number} 312L{left + 116} 352")
         for column in range(8):
             picture.box(left + column * 29, 386, 26, 30, BLUE, None)

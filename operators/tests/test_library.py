@@ -948,8 +948,24 @@ def test_the_example(library, tmp_path):
     assert result.rc == 0, result.stdout + result.stderr
 
 
-def test_readme_has_the_whole_example():
-    assert f"```c\n{(ROOT / 'examples/gated_layer.c').read_text()}```" in (ROOT / "README.md").read_text()
+def test_the_page_has_the_whole_example():
+    """That of test_the_example, and README leads to it."""
+    assert f"```c\n{(ROOT / 'examples/gated_layer.c').read_text()}```" in (ROOT / "docs/library.md").read_text()
+    assert "](docs/library.md#a-whole-program)" in (ROOT / "README.md").read_text()
+
+
+def test_readme_calls_the_layer_as_the_header_has_it(tmp_path):
+    """The four calls that README shows, around which there is only what they name."""
+    if not shutil.which("gcc"):
+        pytest.skip("there is no gcc")
+    (calls,) = re.findall(r"```c\n(.*?)```", (ROOT / "README.md").read_text(), re.DOTALL)
+    source = tmp_path / "calls.c"
+    source.write_text("#include <cuda_runtime_api.h>\n#include \"fused_kernels.h\"\n"
+                      "void call(int rows, int inputs, int hidden, void *x, void *w1, void *w2, void *b1, void *b2,\n"
+                      "          void *out) {\n  void *workspace;\n  size_t bytes;\n" + calls + "}\n")
+    result = execute(["gcc", "-std=c99", "-pedantic", "-Wall", "-Wextra", "-Werror", f"-I{HEADER}",
+                      f"-I{ROOT / 'cpu/c'}", "-fsyntax-only", source])
+    assert result.rc == 0, result.stderr
 
 
 def test_without_a_driver_the_library_loads_and_refuses():

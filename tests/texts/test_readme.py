@@ -346,8 +346,23 @@ def test_rows_marker(recorded):
 def test_sizes_marker(recorded):
     marker = "<!-- sizes before | after\ngpu/5_x two words: slow | a = b -->"
     page = recorded.MARKER.sub(recorded.render, f"{marker}<!-- end -->")
-    assert "| problem | limit | before | after | before / after |\n" in page
+    assert "G. Cold L2 cache, median of 9; commit 012345678.\n\n| problem | limit | before | after | before / after |\n" in page
     assert "| two words, M = 8, K = 2 | 1.500 ms | 8.000 ms | 4.000 ms | 2.00x |\n" in page
+
+
+def test_sizes_that_were_timed_in_different_ways(recorded):
+    """Small problems in graphs, others not; other numbers of samples, another commit."""
+    path = recorded.ROOT / "results" / "gpu" / "5_x.json"
+    run = json.loads(path.read_text())
+    run["commit"] = "abcdefabcd"
+    run["problems"][0]["limit_ms"] = 0.5
+    for kernel in run["problems"][0]["kernels"]:
+        kernel["ms"] |= {"mode": "graph", "samples": 5}
+    path.with_name("5_small.json").write_text(json.dumps(run))
+    marker = "<!-- sizes a\ngpu/5_x two words: slow\ngpu/5_small two words: slow -->"
+    page = recorded.MARKER.sub(recorded.render, f"{marker}<!-- end -->")
+    assert ("G. 20 calls in a CUDA graph, per call; the longer ones with a cold L2 cache, median of 5 to 9; "
+            "commits 012345678, abcdefabc.\n") in page
 
 
 @pytest.mark.parametrize(

@@ -444,7 +444,8 @@ def test_no_host_memory(library):
 def test_the_example_of_the_page(library, tmp_path):
     if not shutil.which("gcc"):
         pytest.skip("there is no gcc")
-    (text,) = re.findall(r"```c\n(.*?)```", (ROOT / "docs" / "library.md").read_text(), re.DOTALL)
+    programs = re.findall(r"```c\n(.*?)```", (ROOT / "docs" / "library.md").read_text(), re.DOTALL)
+    (text,) = (program for program in programs if "fk_plan_create(" in program)
     source, program = tmp_path / "plan.c", tmp_path / "plan"
     source.write_text(text)
     result = execute(["gcc", "-std=c99", "-pedantic", "-Wall", "-Wextra", "-Werror", f"-I{HEADER}",
