@@ -474,10 +474,7 @@ __global__ void __launch_bounds__(kThreads) fused_cluster(SoftmaxInputs in, floa
   }
   // cluster_wait() below waits until all threads of the eight blocks have called cluster_arrive().
   // Thread 0 of each block does so after it has initialized its block's barrier. So who has passed
-  // cluster_wait() may push into all eight inboxes. (All threads of a warp have to execute
-  // cluster_arrive() as one instruction. So by __syncwarp() the other threads of warp 0 wait for
-  // thread 0.)
-  __syncwarp();
+  // cluster_wait() may push into all eight inboxes.
   cluster_arrive();
   start_next_kernel();
   wait_for_previous_kernel();
