@@ -45,9 +45,9 @@ inline double cluster_cycles(const Layer& layer, const ClusterCost& cost, double
 /// `classes`, and take `depth` inputs at a time; `at_once` of them run at a time, of which each
 /// multiprocessor has a block or more. Where a row has several tiles there are two launches.
 ///
-/// In TF32 nothing hides the way of a chunk of inputs from the L2 cache, some 0.35 us. The smallest
-/// layers took 2 us to 2.8 us in all on an H100: less than kFirstLaunch, since all threads load at
-/// once.
+/// In TF32 nothing hides a chunk's loads: the estimate adds 0.35 us for those of each chunk. The
+/// smallest layers took 2 us to 2.8 us in all on an H100: less than kFirstLaunch, since all threads
+/// load at once.
 inline double cluster_microseconds(const Layer& layer, bool split, int splits, int rows,
                                    int classes, int depth, int64_t at_once) {
   const int64_t tiles = blocks_for(layer.C, classes), clusters = tiles * blocks_for(layer.B, rows);
