@@ -4,15 +4,16 @@
 //     logits l = x W, m(b) = the maximum of row b
 //     x (B, D), W (D, C), probs (B, C): fp32, row-major; D inputs, C classes
 //
-// This is the last layer of a classifier. It computes 2 B D C operations, and has to move x, W and
-// probs, 4 (B D + D C + B C) bytes. In small layers neither operations nor bytes take long:
-// launches do, and blocks that wait for one another's data. In large ones with many rows arithmetic
-// is the limit. In large ones with few rows it is memory, since W is nearly all that moves.
+// This is the last layer of a classifier. For each logit it computes 2 D operations and five for
+// the softmax, and it has to move x, W and probs, 4 (B D + D C + B C) bytes. In small layers
+// neither operations nor bytes take long: launches do, and blocks that wait for one another's data.
+// In large ones with many rows arithmetic is the limit. In large ones with few rows it is memory,
+// since W is nearly all that moves.
 //
-// Unfused, one kernel writes the B C logits and another one reads them. Fused, they never leave the
+// Unfused, one kernel writes the B C logits and another one reads them. Fused, they can stay on the
 // chip. But softmax needs whole rows: every probability depends on the maximum and on the sum of
-// all of its row. So whoever fuses has to bring a row's logits together, wherever on the GPU they
-// were computed. How they do that is what tells the kernels below apart.
+// all of its row. So a fused kernel has to bring a row's logits together, wherever on the GPU they
+// were computed. How it does that is what tells the kernels below apart.
 //
 // "Fused is faster than cuBLAS + softmax" compares two things at once: whose product is better, and
 // what fusion saves. So there are three combinations:
@@ -25,11 +26,10 @@
 // product with ours, and also how the two are launched: ours starts early, the library's does not.
 // Three of our products (*tiles*, *tensor cores*, *specialized*) have both rows, (2) and (3).
 //
-// The kernels, each with the one idea that it adds:
+// The kernels, each with the one idea that it adds. (Above each kernel its words are explained.)
 //
 //     softmax of logits      what comes after an unfused product
-//     fused rows             a block has a row, and reads all of W: simple, and slow. (This row is
-//                            in the fp32 tables alone.)
+//     fused rows             a block has a row, and reads all of W: simple, but W is read B times
 //     unfused tiles,         32 rows share what a block reads of W. Fused: a block has all columns
 //     fused tiles            of its rows (at most 128), so a row is in the lanes of one warp
 //     fused cluster          split-K: each of 8 blocks adds up an eighth of D. They send their
@@ -48,26 +48,26 @@
 //
 // So the ideas lead to *fused tensor cores* for up to 128 columns. For more columns they lead to
 // *fused specialized*, or to *online specialized* where a row of logits has more tiles than run at
-// a time. In the smallest layers *fused split-K* wins, without tensor cores.
+// a time. In the smallest layers *fused split-K* wins, without tensor cores. Where D is long fusion
+// saves next to nothing, since the product takes nearly all of the time.
 //
-// The kernels on tensor cores have one size of tile, or two, and take only rows that are whole
-// vectors: D has to be a multiple of 4, and C of 2 (*tensor cores*) or 4 (*specialized*). For other
-// shapes the table lacks these kernels, and a line below the tables says so. docs/softmax.md tells
-// how the library of this repository takes any shape.
+// The kernels on tensor cores take only rows that are whole vectors: D has to be a multiple of 4,
+// and C of 2 (*tensor cores*) or 4 (*specialized*). For other shapes the table lacks these kernels,
+// and a line below the tables says so. How any shape can be taken: docs/softmax.md.
 //
 // There are two sets of tables, never mixed: true fp32 accuracy, and TF32, where a product may
 // round its operands to 10 bits of mantissa, so that tensor cores can multiply them. The kernels on
-// the CUDA cores do not round operands. All of them but *fused rows* are in both sets, where a
-// shape is not too large for them. In the fp32 tables tensor cores multiply in "3xTF32": each
-// operand is split into two TF32 numbers, and there are three products instead of one. The error is
-// held to the bound of fp32.
+// the CUDA cores do not round operands. The TF32 tables lack *fused rows*. The others are in both
+// sets, where a shape is not too large for them. In the fp32 tables tensor cores multiply in
+// "3xTF32": each operand is split into two TF32 numbers, and there are three products instead of
+// one. The error is held to the bound of fp32.
 //
 // All kernels of ours, the softmax of (1) and (2) among them, are launched early
-// (primitives/early_launch.cuh): here the time between two kernels counts. So there are two calls
-// near the beginning of each kernel. start_next_kernel() lets blocks of the next kernel take the
-// places of those that end from now on. wait_for_previous_kernel() waits until the kernel before
-// has ended. Only then may a kernel read what the kernel before writes, or write what it reads. The
-// first call can stand before the wait, since the next kernel's blocks wait for this kernel, too.
+// (primitives/early_launch.cuh): here the time between two kernels counts. When all blocks of a
+// kernel have called start_next_kernel() or ended, blocks of the next kernel may take the places
+// that are free. wait_for_previous_kernel() waits until the kernel before has ended. Only then may
+// a kernel read what the kernel before writes, or write what it reads. The first call can stand
+// before the wait, since the next kernel's blocks wait for this kernel, too.
 //
 // A logit of -inf has the probability 0. If all logits of a row are -inf, there is no maximum to
 // subtract: all of the row's probabilities become NaN, in the reference, too.
@@ -135,14 +135,13 @@ __device__ inline MaxSum warp_merge(MaxSum part) {
   return part;
 }
 
-// Merges the parts of the warps of a block, of which `part` is this warp's. All threads get the
-// result.
+// Merges the parts of the warps of a block, of which `part` is this warp's. All threads call it,
+// once in a kernel, and get the result. (A second call could change `parts` while some still read.)
 __device__ inline MaxSum block_merge(MaxSum part) {
   __shared__ MaxSum parts[kWarps];
   if (threadIdx.x % 32 == 0) parts[threadIdx.x / 32] = part;
   __syncthreads();
-  // The maximum of all parts comes first. Then the exponentials do not have to wait for one
-  // another.
+  // The maximum of all comes first, so that the exponentials do not wait for one another.
   MaxSum each[kWarps];
   float largest = minus_infinity(), sum = 0;
 #pragma unroll
@@ -169,11 +168,14 @@ __device__ MaxSum exponentials(float (&v)[kValues], int columns) {
   }
   largest = lanes_max<32>(largest);
 #pragma unroll
-  for (int j = 0; j < kValues; ++j) sum += v[j] = expf(v[j] - base_of(largest));
+  for (int j = 0; j < kValues; ++j) {
+    v[j] = expf(v[j] - base_of(largest));
+    sum += v[j];
+  }
   return {largest, lanes_sum<32>(sum)};
 }
 
-// Writes such a part, each value times `factor`.
+// Writes such a part, each value times `factor`. The part's first column is at `to`.
 template <int kValues>
 __device__ void write_part(float* to, const float (&v)[kValues], float factor, int columns) {
   const int lane = threadIdx.x % 32;
@@ -186,7 +188,7 @@ __device__ void write_part(float* to, const float (&v)[kValues], float factor, i
 // ---- softmax of logits --------------------------------------------------------------------------
 
 // This comes after a product that is not fused. The rows *library* and *unfused* all have it, so it
-// has to be good: each logit is read once, and each probability is written once.
+// has to be good. If a row fits into registers, each logit is read once.
 //
 // kGroup threads, a warp or the block, share a row of at most kGroup * kValues logits, and keep it
 // in registers. If C is a multiple of 4 (kWidth = 4), they read and write 16 bytes at a time. A
@@ -198,7 +200,7 @@ __global__ void __launch_bounds__(kThreads)
   start_next_kernel();
   wait_for_previous_kernel();
   const int row = blockIdx.x * (kThreads / kGroup) + threadIdx.x / kGroup;
-  if (row >= B) return;
+  if (row >= B) return;  // a warp does so as a whole; a block that shares a row always has one
   const float* from = logits + static_cast<size_t>(row) * C;
   float* to = probs + static_cast<size_t>(row) * C;
   const int col0 = threadIdx.x % kGroup * kWidth;
@@ -219,7 +221,10 @@ __global__ void __launch_bounds__(kThreads)
   for (int i = 1; i < kValues; ++i) largest = fmaxf(largest, v[i]);
   largest = lanes_max<32>(largest);
 #pragma unroll
-  for (int i = 0; i < kValues; ++i) sum += v[i] = expf(v[i] - base_of(largest));
+  for (int i = 0; i < kValues; ++i) {
+    v[i] = expf(v[i] - base_of(largest));
+    sum += v[i];
+  }
   sum = lanes_sum<32>(sum);
   float factor = 1 / sum;
   if constexpr (kGroup != 32) {
@@ -240,8 +245,10 @@ __global__ void __launch_bounds__(kThreads)
 }
 
 // A row that does not fit into a block's registers is read twice, by two kernels. In both of them
-// gridDim.y blocks share row blockIdx.x, and each has kLongPart of its columns. The first kernel
-// writes the maximum and the sum of each part.
+// gridDim.y blocks share row blockIdx.x, and each has kLongPart of its columns. (That is half of
+// what a block could hold, for twice as many blocks.) Loads are of 4 bytes, so that any C will do.
+// The first kernel writes the maximum and the sum of each part. Its exponentials are not kept. So
+// each thread's sum may be relative to the thread's own maximum, and merging does the rest.
 constexpr int kLongestInRegisters = 32 * kThreads, kLongPart = 16 * kThreads;
 
 __global__ void __launch_bounds__(kThreads) sum_parts(const float* logits, MaxSum* parts, int C) {
@@ -273,7 +280,7 @@ __global__ void __launch_bounds__(kThreads)
   constexpr int kValues = kLongPart / kThreads;
   const size_t start = static_cast<size_t>(blockIdx.x) * C;
   const int first = blockIdx.y * kLongPart + threadIdx.x;
-  float v[kValues];  // The logits are on their way while the maxima and sums come.
+  float v[kValues];  // these loads are under way while the parts are merged
 #pragma unroll
   for (int i = 0; i < kValues; ++i) {
     v[i] = first + i * kThreads < C ? logits[start + first + i * kThreads] : 0;
@@ -293,13 +300,12 @@ __global__ void __launch_bounds__(kThreads)
 
 // A block owns a row, and a thread owns the columns threadIdx.x, threadIdx.x + 256 and so on:
 // lesson 1's product, coalesced along W. A thread keeps the maximum and the sum of its logits so
-// far, by merge(), and writes the logits to `probs`. Then the block merges what all of its threads
-// have. After that each thread reads its logits again, from the caches, and writes probabilities
-// over them.
+// far, and writes the logits to `probs`. When the block has merged what its threads have, each
+// thread reads its logits again, from the caches, and writes probabilities over them.
 //
-// This is fused. But each block reads all of W for its one row: 2 operations for every 4 bytes. At
-// best these bytes come from the L1 cache, if another block of the same multiprocessor has read
-// them.
+// This is one launch. But each block reads all of W for its one row: 2 operations for every 4
+// bytes. At best these bytes come from the L1 cache, if another block of the same multiprocessor
+// has read them.
 __global__ void __launch_bounds__(kThreads)
     fused_rows(const float* x, const float* W, float* probs, int D, int C) {
   start_next_kernel();
@@ -332,13 +338,13 @@ __global__ void __launch_bounds__(kThreads)
 //
 // Rows share W from here on: a block computes a tile of 32 x 128 logits, as lesson 2's *async*
 // does. Steps of 16 inputs come into shared memory, two of them ahead of the one that is
-// multiplied. Warp w has the rows 4 w to 4 w + 3 of the tile with all 128 columns, and lane l of it
-// the columns l, l + 32, l + 64 and l + 96: 16 sums a thread. So a row of the tile is in the lanes
-// of one warp, which is what a softmax wants: its maximum and its sum take a few shuffles.
+// multiplied. Copies are of 4 bytes, so that any D and C will do. Warp w has rows 4 w to 4 w + 3 of
+// the tile with all 128 columns, and lane l of it the columns l, l + 32, l + 64 and l + 96: 16
+// sums a thread. So a row of the tile is in the lanes of one warp, which is what a softmax wants:
+// its maximum and its sum take a few shuffles.
 //
-// The product is in fp32 on the CUDA cores. That takes the least code, and any GPU runs it. How a
-// row comes together does not depend on how the product is made. So the kernels up to *exchange
-// tiles* show how a row comes together, and tensor cores come later.
+// The product is in fp32 on the CUDA cores. That takes the least code, and any GPU runs it. The
+// kernels up to *exchange tiles* show how a row comes together, and tensor cores come later.
 constexpr int kRows = 32, kCols = 128, kDepth = 16, kStages = 3;
 constexpr int kOwnRows = kRows / kWarps, kOwnCols = kCols / 32;  // a thread's
 
@@ -437,7 +443,7 @@ __global__ void __launch_bounds__(kThreads) fused_tiles(SoftmaxInputs in, float*
 
 // ---- fused cluster ------------------------------------------------------------------------------
 
-// The words of this part (compute capability 9.0):
+// The words of this part (compute capability 9.0 and newer, where CLUSTER_CODE is 1):
 //
 //     split-K                  blocks share the sum: each adds up a part of the inputs. (K is the
 //                              field's letter for the dimension that is summed, here D.)
@@ -450,15 +456,14 @@ __global__ void __launch_bounds__(kThreads) fused_tiles(SoftmaxInputs in, float*
 //     store_push               writes a float into another block, whose barrier counts its bytes
 //
 // In *fused tiles* few rows are few blocks. Here eight blocks compute the same tile, and each of
-// them adds up an eighth of the D inputs. So each block has a partial sum of every logit, and eight
-// partial sums have to be added. The eight blocks are a cluster, so that partial sums need not go
-// through global memory.
+// them adds up an eighth of the D inputs, so eight partial sums of each logit have to be added. The
+// eight blocks are a cluster, so that partial sums need not go through global memory.
 //
 // In every block warp w has the same four rows of the tile, 4 w to 4 w + 3. Block w of the cluster
 // adds up these four rows: warp w of each block pushes its partial sums to block w. Hence there are
-// as many blocks in a cluster as warps in a block. Each block has an inbox with a place for each of
-// the eight senders, and a barrier that counts the bytes that have come. Then four warps of the
-// block take a row each: they add what the eight have sent, and finish the row.
+// as many blocks in a cluster as warps in a block. Each block has an inbox with room for each of
+// the eight senders. Then four warps of the block take a row each: they add what the eight have
+// sent, and finish the row.
 constexpr int kSplits = kWarps;  // blocks that share the inputs
 
 __global__ void __launch_bounds__(kThreads) fused_cluster(SoftmaxInputs in, float* probs) {
@@ -473,11 +478,9 @@ __global__ void __launch_bounds__(kThreads) fused_cluster(SoftmaxInputs in, floa
     barrier_arrive_expect(&come, sizeof inbox);
   }
   // cluster_wait() below waits until all threads of the eight blocks have called cluster_arrive().
-  // Thread 0 of each block does so after it has initialized its block's barrier. So who has passed
-  // cluster_wait() may push into all eight inboxes. (All threads of a warp have to execute
-  // cluster_arrive() as one instruction. So by __syncwarp() the other threads of warp 0 wait for
-  // thread 0.)
-  __syncwarp();
+  // Thread 0 of each block does so after it has initialized its block's barrier. So a thread that
+  // has passed cluster_wait() may push into all eight inboxes. (By barrier_init_fence() it sees
+  // their barriers. Of other data that was written before it may read nothing.)
   cluster_arrive();
   start_next_kernel();
   wait_for_previous_kernel();
@@ -495,7 +498,9 @@ __global__ void __launch_bounds__(kThreads) fused_cluster(SoftmaxInputs in, floa
       store_push(&inbox[rank][i][lane + 32 * j], sum[i][j], &come, warp);  // in block `warp`
     }
   }
-  barrier_wait(&come, 0);  // what all eight have pushed is here
+  // What all eight have pushed is here. (What this block has pushed may still be on its way. The
+  // block may end all the same, since the values have left its registers: a receiver has to stay.)
+  barrier_wait(&come, 0);
 
   const int row = row0 + kOwnRows * rank + warp;
   if (warp >= kOwnRows || row >= in.B) return;
@@ -518,8 +523,9 @@ __global__ void __launch_bounds__(kThreads) fused_cluster(SoftmaxInputs in, floa
 // `parts` is not null. The sum is relative to the part's own maximum, so no part has to know
 // another one's. finish_rows(), above, merges a row's parts, and makes probabilities of its logits.
 //
-// So the logits are still written and read. What is saved is little: after *unfused tiles* a row is
-// read twice if it is too long for registers, and here finish_rows() reads each logit once.
+// So the logits are still written and read. After *unfused tiles* a row of more than 8192 columns
+// is read twice, and here once. For shorter rows this saves nothing, since softmax_rows() reads
+// them once, too, and it computes exponentials twice: for the sums, and for the probabilities.
 
 // ---- exchange tiles -----------------------------------------------------------------------------
 
@@ -528,20 +534,27 @@ __global__ void __launch_bounds__(kThreads) fused_cluster(SoftmaxInputs in, floa
 //     resident blocks     those that the GPU has room for at the same time
 //     GridCount           a counter in global memory, for all blocks of the launch
 //     release, acquire    A thread writes data, and then adds to a counter by a release. A thread
-//                         that has read this count by an acquire also sees the data
+//                         that has read this count by an acquire also sees the data. A
+//                         __syncthreads() before the release, and one after the acquire, extend
+//                         this to all threads of both blocks
 //     wait_for_count      reads a counter until it is high enough, by an acquire
 //
 // Here a row's blocks wait for each other, so that no logit leaves the registers. Each block posts
-// (writes to global memory) the maximum and the sum of its part, waits until all blocks of these
-// rows have posted theirs, and writes probabilities. What is posted is 8 bytes a row and tile.
+// (writes to global memory) the maximum and the sum of its part, 8 bytes a row. Then it waits until
+// all blocks of these rows have posted theirs, and writes probabilities.
 //
-// Who waits for a block that never starts waits for ever. So there are at most as many blocks as
-// can be resident. Together they compute some strips of 32 rows, with all of their tiles, and then
-// the next strips. For each strip there are two counters: `arrived` counts the blocks that have
-// posted, and `left` those that are done. Both are zero before a launch, and again after it.
-// (is_last_block in primitives/row_parts.cuh clears `left`.)
+// In our tables this is slower than *unfused tiles*: the product takes nearly all of the time, and
+// blocks that wait do not multiply. It is here for the idea, on which *fused specialized* rests.
+//
+// A block that waits for one that never starts waits for ever. So there are at most as many blocks
+// as can be resident. (Early launches take no place from them: when all have called
+// start_next_kernel(), none is left that has not started.) Together the blocks compute some strips
+// of 32 rows, with all of their tiles, and then the next strips. For each strip there are two
+// counters: `posted` counts the blocks that have posted, and `done` those that need `posted` no
+// more. Both are zero before a launch, and again after it: is_last_block() clears `done`, and the
+// last block that calls it clears `posted`.
 __global__ void __launch_bounds__(kThreads)
-    exchange_tiles(SoftmaxInputs in, float* probs, MaxSum* parts, unsigned* arrived, unsigned* left,
+    exchange_tiles(SoftmaxInputs in, float* probs, MaxSum* parts, unsigned* posted, unsigned* done,
                    int tiles) {
   start_next_kernel();
   wait_for_previous_kernel();
@@ -561,8 +574,7 @@ __global__ void __launch_bounds__(kThreads)
     }
     __syncthreads();  // the block's parts are written
     if (threadIdx.x == 0) {
-      // The count is raised by a release: whoever has waited for it also sees the block's parts.
-      const GridCount count(arrived[strip]);
+      const GridCount count(posted[strip]);
       count.fetch_add(1, cuda::memory_order_release);
       wait_for_count(count, tiles, "the other blocks' maxima and sums of these rows");
     }
@@ -578,8 +590,8 @@ __global__ void __launch_bounds__(kThreads)
       write_part(probs + row * in.C + col0, logits[i],
                  rebase(own_largest[i], all.largest) / all.sum, columns);
     }
-    // All threads have to call is_last_block, which has barriers: so it stands first in the `&&`.
-    if (is_last_block(left + strip, tiles) && threadIdx.x == 0) arrived[strip] = 0;
+    const bool last = is_last_block(done + strip, tiles);  // it has barriers: all threads call it
+    if (last && threadIdx.x == 0) posted[strip] = 0;
   }
 }
 
@@ -591,11 +603,13 @@ __global__ void __launch_bounds__(kThreads)
 //     wgmma                   a warpgroup (128 threads) multiplies 64 rows of a left factor by up
 //                             to 256 columns of a right one; it runs while the threads go on
 //     Sum<kCols>              a warpgroup's sums of 64 rows by kCols columns, in its registers
-//     ColumnTile<float, 40>   a right factor of 32 inputs and 40 columns in shared memory, each
-//                             column contiguous
+//     ColumnTile<float, 40>   for example, a right factor of 32 inputs and 40 columns in shared
+//                             memory, each column contiguous
 //     LeftFragments<float>    a thread's elements of a left factor of 64 rows and 32 inputs, in its
 //                             registers; slices[k] are those of 8 inputs, for one wgmma
-//     start_product           starts the products of 32 inputs, for one step
+//     multiply_slice          starts one wgmma; a step has kSlices = 4 of them. wgmma_fence() comes
+//                             before them, wgmma_commit() and, later, wgmma_wait() after them
+//     start_product           starts the products of 32 inputs, for one step: all but the wait
 //
 // In TF32 wgmma takes a factor from shared memory only if its elements are contiguous along the
 // dimension that is summed, D here. A row of x is, and a column of W is not. So the product is
@@ -612,16 +626,19 @@ __global__ void __launch_bounds__(kThreads)
 //
 //     (x.high + x.low) (w.high + w.low) = high high + high low + low high + low low
 //
-// The last part is too small to matter. The other three are added, the smallest ones first. Tensor
-// cores truncate what they accumulate, and over a long sum these errors add up. So tensor cores sum
-// only one step, and the CUDA cores add its result to the sum so far, rounded to nearest.
-constexpr int kStep = kLine<float>;  // the inputs of a step: 32, which are 128 bytes
+// The last part is too small to matter. For each 8 inputs the other three are added, the small ones
+// first. Tensor cores truncate what they accumulate, and over a long sum these errors add up. So
+// they sum only one step, and the CUDA cores add its result to the others, rounded to nearest.
+constexpr int kStep = kLine<float>;  // the inputs of a step: 128 bytes of floats, 32
 
 struct SplitTf32 {
   unsigned high, low;
 };
 __device__ inline bool is_infinite(unsigned bits) { return (bits & 0x7fffffff) == 0x7f800000; }
-__device__ inline SplitTf32 split_tf32(float value) {  // an infinity has no `low`
+// `high` is `value` without the 13 bits that TF32 lacks. `low` is the rest, rounded: half of the
+// last bit that is kept is added, and then it is cut. A carry goes into the exponent, as it should.
+// An infinity has no `low`.
+__device__ inline SplitTf32 split_tf32(float value) {
   constexpr unsigned kMantissa = 0xffffe000, kHalf = 0x1000;
   const unsigned high = __float_as_uint(value) & kMantissa;
   const unsigned rest = __float_as_uint(value - __uint_as_float(high));
@@ -647,7 +664,8 @@ __device__ inline void split_all(float* high, float* low, int count, int first, 
 // Adds the products of one step in 3xTF32. w are fragments of W^T in fp32, which are split here. x
 // has been split into two tiles before. When this returns, the products are done. An infinity of W
 // must not be multiplied by x_low, which may be 0: infinity times 0 is NaN. So `finite` has 0 in
-// its place. (With an infinity of x the whole row is NaN either way.)
+// its place. (With an infinity of x all of its row's logits are infinite or NaN, and all
+// probabilities NaN either way.)
 template <int kCount>
 __device__ inline void add_3xtf32(Sum<kCount>& sum, const LeftFragments<float>& w,
                                   const ColumnTile<float, kCount>& x_high,
@@ -666,7 +684,7 @@ __device__ inline void add_3xtf32(Sum<kCount>& sum, const LeftFragments<float>& 
   wgmma_fence();
 #pragma unroll
   for (int k = 0; k < kSlices; ++k) {
-    multiply_slice(step.elements, finite, x_low.columns(), k, k > 0);
+    multiply_slice(step.elements, finite, x_low.columns(), k, k > 0);  // k = 0 sets `step`
     multiply_slice(step.elements, low, x_high.columns(), k, true);
     multiply_slice(step.elements, high, x_high.columns(), k, true);
   }
@@ -691,20 +709,23 @@ __device__ inline void add_3xtf32(Sum<kCount>& sum, const LeftFragments<float>& 
 // partial sums to each other. A block takes a chunk of kInputs inputs at a time. x comes by the
 // copy engine. An element of W is needed by one thread of the block only. So W goes from memory
 // straight to the registers, all of a chunk at once: all loads are under way (started, and not
-// there yet) before the first value is needed. That is what counts here: these layers are so small
-// that trips to the L2 cache and back take much of their time.
+// there yet) before the first value is needed. That is what counts here. These layers take a few
+// microseconds, and each load that waits for another adds a trip to the L2 cache or to memory.
+// There is no pipeline of stages: at the sizes of the GPU's tables a block has one chunk, or none,
+// and then it pushes zeros.
 //
 // Each of the kSplits blocks finishes its share of the rows, and the others push their partial sums
 // of that share into its inbox. A single copy moves all that goes to one block. Unfused, the same
-// kernel writes the sums as they are. (From here on kSplits, kRows, kOwnRows and kStages are those
-// of the kernel, and not the constants above.)
+// kernel writes the sums as they are. (In the kernels on tensor cores kSplits, kRows, kOwnRows and
+// kStages are their own, and not the constants above.)
 template <bool k3xTF32, int kSplits, int kRows, int kClasses, int kInputs>
 struct ClusterShared {
   static constexpr int kOwnRows = kRows / kSplits;  // that a block finishes
   static constexpr int kBoxes = kInputs / kStep;
   static_assert(kRows % kSplits == 0 && kInputs % kStep == 0);
-  // How many floats of a row one block sends to another: the columns, and padding, so that the 4
-  // rows of a warp's store start on different banks. The copy engine needs a multiple of 4.
+  // How many floats of a row one block sends to another: the columns, and padding. It is 8 times
+  // some number, plus 4. So rows 0, 2, 4 and 6, which a warp stores at once, start on the banks 0,
+  // 8, 16 and 24 (in some order). The copy engine needs a multiple of 4.
   static __device__ int stride(int C) { return (C + 7) / 8 * 8 + 4; }
   static constexpr int kMostStride = kClasses + 4;
 
@@ -721,8 +742,9 @@ struct ClusterShared {
 // Loads a thread's fragments of W^T, for the inputs from d0 on, 32 for each of w[]. wgmma gives a
 // thread two rows of W^T, and any two columns of W may be these, as long as the results are read in
 // the same order. We take `col` and col + 1, so that one load of 8 bytes brings both. Of 8 inputs
-// the thread has d and d + 4. With kInside all inputs exist; otherwise those that do not are zeros.
-// Columns that do not exist get another column's values, and their sums are not written to `out`.
+// the thread has d and d + 4: load i is of input d + 4 i. With kInside all inputs exist; otherwise
+// those that do not are zeros. Columns that do not exist get another column's values, and their
+// sums are not written to `out`.
 template <bool kInside, int kCount>
 __device__ inline void load_fragments(LeftFragments<float> (&w)[kCount], const float* W, int d0,
                                       int col, int D, int C) {
@@ -744,7 +766,7 @@ __global__ void HOPPER_CLUSTER(kSplits) __launch_bounds__(2 * kClasses, 1)
                         int D, int C, bool fused) {
 #if HOPPER_CODE
   using Shared = ClusterShared<k3xTF32, kSplits, kRows, kClasses, kInputs>;
-  constexpr int kOwnRows = Shared::kOwnRows, kBlockWarps = kClasses / 16;
+  constexpr int kOwnRows = Shared::kOwnRows, kBlockWarps = kClasses / 16;  // a warp: 16 columns
   extern __shared__ __align__(1024) char bytes[];
   Shared& shared = *reinterpret_cast<Shared*>(bytes);
   const int rank = cluster_rank(), row0 = blockIdx.x / kSplits * kRows;
@@ -764,7 +786,7 @@ __global__ void HOPPER_CLUSTER(kSplits) __launch_bounds__(2 * kClasses, 1)
     barrier_init(&shared.come, 1);
     barrier_init_fence();
   }
-  __syncthreads();
+  __syncthreads();  // `full` is initialized
   if (threadIdx.x == 0) barrier_arrive_expect(&shared.come, (kSplits - 1) * sums_bytes);
   cluster_arrive();
   start_next_kernel();
@@ -781,7 +803,7 @@ __global__ void HOPPER_CLUSTER(kSplits) __launch_bounds__(2 * kClasses, 1)
       load_fragments<false>(w, W, chunk * kInputs, col, D, C);
     }
     barrier_wait(&shared.full, (chunk - first) % 2);
-    if constexpr (k3xTF32) {
+    if constexpr (k3xTF32) {  // all boxes as one array: there are no gaps between them
       split_all(shared.x[0][0].elements, shared.x[1][0].elements, kRows * kInputs, threadIdx.x,
                 2 * kClasses);
       shared_fence();
@@ -792,8 +814,7 @@ __global__ void HOPPER_CLUSTER(kSplits) __launch_bounds__(2 * kClasses, 1)
       if constexpr (k3xTF32) {
         add_3xtf32(sum, w[box], shared.x[0][box], shared.x[1][box]);
       } else {
-        // wgmma would truncate what is no TF32 number. The copy engine has rounded x; W is rounded
-        // here.
+        // wgmma truncates to TF32. So W is rounded here, as the copy engine has rounded x.
         LeftFragments<float> rounded;
 #pragma unroll
         for (int k = 0; k < kSlices; ++k) {
@@ -831,7 +852,7 @@ __global__ void HOPPER_CLUSTER(kSplits) __launch_bounds__(2 * kClasses, 1)
     }
   }
   barrier_wait(&shared.come, 0);
-  cluster_arrive();
+  cluster_arrive();  // this block has copies of what it needs of the others' outboxes
   // A warp takes a row at a time, and adds up what has come from the blocks of the cluster.
   for (int i = threadIdx.x / 32; i < kOwnRows; i += kBlockWarps) {
     const int row = row0 + rank * kOwnRows + i;
@@ -845,25 +866,26 @@ __global__ void HOPPER_CLUSTER(kSplits) __launch_bounds__(2 * kClasses, 1)
         if (lane + 32 * j < stride) v[j] += from[lane + 32 * j];
       }
     }
-    const float factor = fused ? 1 / exponentials(v, C).sum : 1;
+    float factor = 1;
+    if (fused) factor = 1 / exponentials(v, C).sum;  // v becomes exponentials
     write_part(out + static_cast<size_t>(row) * C, v, factor, C);
   }
-  cluster_wait();  // nobody's outbox is needed any more
+  cluster_wait();  // all copies out of this block's outbox have come: it may end
 #endif
 }
 
 // ---- unfused specialized, online specialized, fused specialized ---------------------------------
 
-// The words of this part (lesson 3 introduces the first four, without take_ahead):
+// The words of this part (all but take_ahead and TransposedLeftTile are lesson 3's):
 //
 //     warp specialization   one thread, the producer, only orders copies; two warpgroups, the
 //                           consumers, only multiply
 //     Pipeline              stages in shared memory, each with two barriers: `full` and `empty`
 //     Writer, put           fills the next stage as soon as it is empty
-//     Reader, take_ahead    waits until the next stage is full, and starts its products, while the
-//                           left factor of the next step goes from shared memory to registers
+//     Reader, take_ahead    waits until the next stage is full, and starts its products. In TF32
+//                           the next step's left factor goes to registers while these run
 //     BlockGrid<2, 1>       a cluster of two blocks. They have the same rows of x: each fetches one
-//                           half of them, and multicasts it to both
+//                           half of them, and multicasts it to both. (In 3xTF32 a block is alone)
 //     TransposedLeftTile    the tile of W, as the copy engine leaves it; load_fragments() takes a
 //                           thread's elements of W^T from it
 //     named_barrier         a barrier for some of the block's threads, here the 256 that multiply
@@ -895,22 +917,22 @@ enum class Then { logits, parts, probabilities };
 
 using Posted = unsigned long long;  // a maximum, a sum, and the bit
 
-// What the kernel is given beside x and W. Blocks take *places*: a place is a tile of a strip of
-// kRows rows. Block b has the places b, b + gridDim.x and so on.
+// What the kernel is given beside x and W. A strip is kRows rows. The tiles of all strips, in the
+// order of the tile scheduler, are the *places*: block b has the places b, b + gridDim.x and so on.
 struct Specialized {
-  int together = 1;  // strips that blocks go through at the same time, tile after tile
+  int together = 1;  // strips of a band: see strip_and_tile()
   float* out = nullptr;
   MaxSum* parts = nullptr;    // (B, tiles)
   Posted* posted = nullptr;   // (strips, tiles, kRows)
-  unsigned* turns = nullptr;  // of each block: whether its last launch was even or odd
+  unsigned* turns = nullptr;  // of each block: the turn of its last launch, 0 before the first
   int B = 0, D = 0, C = 0;
   int strips = 0, tiles = 0;  // strips of kRows rows; tiles of 128 columns in each
 
   // The tile scheduler: which tile of which strip is place i? Blocks that wait for one another need
-  // all tiles of a strip at the same time: then `together` is 1. Otherwise they go through a band,
-  // some strips that are about 2048 rows. So blocks that run at the same time share what they read
-  // of W as well as of x. The kPeers blocks of a cluster have neighbouring tiles.
-  // For example, 2 strips together, 4 tiles in each, and clusters of 2:
+  // all tiles of a strip at the same time: then `together` is 1, and strips come one by one.
+  // Otherwise a band of strips, about 2048 rows, comes tile after tile (rasterization). So blocks
+  // that run at the same time share what they read of W as well as of x. The kPeers blocks of a
+  // cluster have neighbouring tiles. For example, 2 strips together, 4 tiles, clusters of 2:
   //
   //     place i    0  1  2  3  4  5  6  7
   //     strip      0  0  1  1  0  0  1  1
@@ -918,7 +940,7 @@ struct Specialized {
   template <int kPeers>
   __device__ int2 strip_and_tile(int i) const {
     const int of_band = together * tiles, band = i / of_band, cluster = i % of_band / kPeers;
-    const int here = min(together, strips - band * together);
+    const int here = min(together, strips - band * together);  // strips of this band
     return {band * together + cluster % here, cluster / here * kPeers + i % kPeers};
   }
 };
@@ -931,6 +953,7 @@ struct SpecializedShared {
     TransposedLeftTile<kColumns> W;
     static constexpr int kLoaded = sizeof(ColumnTile<float, kRows>) + sizeof W;
   };
+  // 208 KB of the 227 that a block may have; what follows takes some 9 more.
   static constexpr int kStages = std::min<int>(8, (208 << 10) / sizeof(Stage));
   Pipeline<Stage, kStages> pipeline;
   Barrier split_done[kStages];  // in 3xTF32: a stage's x has been split
@@ -943,8 +966,8 @@ struct SpecializedShared {
 constexpr int kMultiplying = 256, kSplitting = 96;  // threads that multiply, threads that split x
 
 // e^value. In TF32, whose operands have 10 bits, the hardware's 2^x is good enough. It is off by 2
-// units in the last place at most. The product value * log2(e) is rounded, too. That makes the
-// result wrong by another unit or so for each unit of |value|.
+// units in the last place at most. The product value * log2(e) is rounded, too. With a value of
+// -10, say, that makes the result wrong by up to 10 units more.
 template <bool k3xTF32>
 __device__ float exp_of(float value) {
   return k3xTF32 ? expf(value) : exp2_approximate(value * 1.44269504f);
@@ -961,8 +984,9 @@ __device__ inline MaxSum part_of(Posted posted) {
 }
 
 // A thread calls this for a row. It has `own`, the maximum and the sum of its tile's part, and
-// posts them for other blocks. It reads those of all tiles (the first tile's are at `of_tiles`), 16
-// at a time, and merges them. (Spin tells a debug build what a thread waits for.)
+// posts them for other blocks. It reads those of all tiles (the first tile's are at `of_tiles`), so
+// that 16 loads are under way at once, and merges them. Beyond the last tile a part counts as
+// posted, and is empty. (Spin tells a debug build what a thread waits for.)
 template <bool k3xTF32, int kRows>
 __device__ MaxSum exchange_row(MaxSum own, Posted* of_tiles, int tile, int tiles, unsigned turn) {
   const auto posted_at = [&](int i) {
@@ -1002,11 +1026,12 @@ __device__ MaxSum exchange_row(MaxSum own, Posted* of_tiles, int tile, int tiles
 // Where do a thread's sums stand? Element i of its Sum is row col(i) of x, since the product is
 // transposed, and elements i and i + 2 (i % 4 is 0 or 1) are the thread's two columns of that row.
 // So a thread has a pair in kRows / 4 rows. The 8 lanes with the same lane % 4 have the same rows.
+// This is the first element of a pair.
 __device__ constexpr int element_of(int pair) { return pair / 2 * 4 + pair % 2; }
 
-// The 8 lanes with the same lane % 4 have kCount values each. The eight values number i become one:
-// their maximum, or their sum. (The field calls this a reduce-scatter: each lane ends with a part
-// of the results.)
+// The 8 lanes with the same lane % 4 have kCount values each. For each i, their eight values v[i]
+// become one: the maximum, or the sum. (The field calls this a reduce-scatter: each lane ends with
+// a part of the results.)
 //
 // Each time a lane keeps one half of its values and gives the other half to a partner. After three
 // times it has kCount / 8 of them. With 8 values, and lane 4 standing for lanes 4 to 7:
@@ -1040,25 +1065,25 @@ __device__ inline int first_combined() {
 }
 
 // Turns the block's logits into exponentials relative to the row's maximum in this tile. Of the
-// threads that multiply, thread `own` < kRows returns the maximum and the sum of row `own`. There
-// are two rounds, one for the maxima and one for the sums. In each the lanes of a warp combine what
-// they have of each row, a warp leaves the results in shared.parts, and thread `own` combines those
-// of the eight warps. From the thread's first column on there are `left` columns. It is even: both
-// of the thread's columns exist, or, if it is not positive, neither.
+// threads that multiply, number `thread` < kRows returns the maximum and the sum of row `thread` of
+// the tile. There are two rounds, one for the maxima and one for the sums. In each the lanes of a
+// warp combine what they have of each row, a warp leaves the results in shared.parts, and the row's
+// thread combines those of the eight warps. From the thread's first column on there are `columns`
+// columns, an even number: both of the thread's columns exist, or, if it is not positive, neither.
 template <bool k3xTF32, int kRows>
 __device__ MaxSum tile_exponentials(SpecializedShared<k3xTF32, kRows>& shared, Sum<kRows>& sum,
-                                    int own, int left) {
+                                    int thread, int columns) {
   constexpr int kPairs = kRows / 4;
-  named_barrier(1, kMultiplying);  // all have read the parts of the tile before
+  named_barrier(1, kMultiplying);  // all have read `parts` and `rows` of the tile before
   float of_row[kPairs];
   const auto share = [&] {
 #pragma unroll
     for (int i = 0; i < kPairs / 8; ++i) {
       const int pair = first_combined<kPairs>() + i;
-      shared.parts[own / 32][Sum<kRows>::col(element_of(pair))] = of_row[i];
+      shared.parts[thread / 32][Sum<kRows>::col(element_of(pair))] = of_row[i];
     }
   };
-  if (left <= 0) {
+  if (columns <= 0) {
 #pragma unroll
     for (int i = 0; i < Sum<kRows>::size(); ++i) sum.element(i) = minus_infinity();
   }
@@ -1069,11 +1094,11 @@ __device__ MaxSum tile_exponentials(SpecializedShared<k3xTF32, kRows>& shared, S
   combine_rows(of_row, [](float a, float b) { return fmaxf(a, b); });
   share();
   named_barrier(1, kMultiplying);
-  MaxSum row = {minus_infinity(), 0};
-  if (own < kRows) {
+  MaxSum part = {minus_infinity(), 0};
+  if (thread < kRows) {
 #pragma unroll
-    for (const auto& part : shared.parts) row.largest = fmaxf(row.largest, part[own]);
-    shared.rows[own] = base_of(row.largest);
+    for (const auto& of_warp : shared.parts) part.largest = fmaxf(part.largest, of_warp[thread]);
+    shared.rows[thread] = base_of(part.largest);
   }
   named_barrier(1, kMultiplying);
 #pragma unroll
@@ -1086,16 +1111,16 @@ __device__ MaxSum tile_exponentials(SpecializedShared<k3xTF32, kRows>& shared, S
   combine_rows(of_row, [](float a, float b) { return a + b; });
   share();
   named_barrier(1, kMultiplying);
-  if (own < kRows) {
+  if (thread < kRows) {
 #pragma unroll
-    for (const auto& part : shared.parts) row.sum += part[own];
+    for (const auto& of_warp : shared.parts) part.sum += of_warp[thread];
   }
-  return row;
+  return part;
 }
 
 // Writes the sums, each times its row's factor: factors(row) returns those of `row`, which is even,
 // and of the next row. `out` is where the tile's first row has the thread's first column. From
-// there on the matrix has `rows` rows.
+// there on the matrix has `rows` rows. Only in a strip that is not whole each row is asked for.
 template <int kRows, typename Factors>
 __device__ void write_sums(const Sum<kRows>& sum, float* out, int C, int rows, Factors factors) {
   const auto each = [&](auto put) {
@@ -1122,7 +1147,7 @@ template <bool k3xTF32, int kRows, int kPeers, Then kThen>
 __global__ void HOPPER_CLUSTER(kPeers) __launch_bounds__(384, 1)
     softmax_specialized(const __grid_constant__ CUtensorMap x,
                         const __grid_constant__ CUtensorMap W,
-                        const __grid_constant__ Specialized of) {
+                        const __grid_constant__ Specialized job) {
 #if HOPPER_CODE
   using Shared = SpecializedShared<k3xTF32, kRows>;
   using Stage = typename Shared::Stage;
@@ -1130,7 +1155,7 @@ __global__ void HOPPER_CLUSTER(kPeers) __launch_bounds__(384, 1)
   extern __shared__ __align__(1024) char bytes[];
   Shared& shared = *reinterpret_cast<Shared*>(bytes);
   const BlockGrid<kPeers, 1> cluster;
-  const int steps = (of.D + kStep - 1) / kStep, places = of.strips * of.tiles;
+  const int steps = (job.D + kStep - 1) / kStep, places = job.strips * job.tiles;
   const int warp = warp_of_block();
   if (warp == 1 && elect_one()) {
     if (k3xTF32) {
@@ -1142,13 +1167,14 @@ __global__ void HOPPER_CLUSTER(kPeers) __launch_bounds__(384, 1)
   cluster.meet();
   wait_for_previous_kernel();
 
+  // 384 threads begin with 168 registers each: 128 * 40 + 256 * 232, or 128 * 56 + 256 * 224.
   if (warp < 4) {
     registers_shrink_to<kRows == 256 ? 40 : 56>();
     if (warp == 0) {
       if (!elect_one()) return;
       Writer writer(shared.pipeline);
       for (int i = blockIdx.x; i < places; i += gridDim.x) {
-        const int2 at = of.template strip_and_tile<kPeers>(i);
+        const int2 at = job.template strip_and_tile<kPeers>(i);  // x: strip, y: tile
         for (int step = 0; step < steps; ++step) {
           writer.put([&](Stage& stage, Barrier* arrived) {
             cluster.load(stage.x[0], &x, at.x * kRows, step * kStep, arrived);
@@ -1159,7 +1185,8 @@ __global__ void HOPPER_CLUSTER(kPeers) __launch_bounds__(384, 1)
       if constexpr (kPeers > 1) writer.finish();
     } else if (k3xTF32) {
       // Warps 1 to 3 split a stage's x into two tiles, in whatever order x lies there. done_with()
-      // tells the consumers, who wait in wait_for(). (x[k3xTF32] is x[1]: TF32 compiles this, too.)
+      // tells the consumers, which wait in wait_for(), and give the stage back. (In TF32 this is
+      // compiled, but never runs. It says x[k3xTF32] since there is no x[1].)
       Reader reader(shared.pipeline, cluster);
       for (int i = blockIdx.x; i < places; i += gridDim.x) {
         for (int step = 0; step < steps; ++step) {
@@ -1174,8 +1201,8 @@ __global__ void HOPPER_CLUSTER(kPeers) __launch_bounds__(384, 1)
     }
   } else {
     registers_grow_to<kRows == 256 ? 232 : 224>();
-    const int consumer = threadIdx.x / 128 - 1, own = threadIdx.x - 128;
-    const unsigned turn = kThen == Then::probabilities ? of.turns[blockIdx.x] ^ 1 : 0;
+    const int consumer = threadIdx.x / 128 - 1, thread = threadIdx.x - 128;
+    const unsigned turn = kThen == Then::probabilities ? job.turns[blockIdx.x] ^ 1 : 0;
     Reader reader(shared.pipeline, cluster);
     for (int i = blockIdx.x; i < places; i += gridDim.x) {
       const auto load = [&](LeftFragments<float>& w, const Stage& stage) {
@@ -1190,7 +1217,7 @@ __global__ void HOPPER_CLUSTER(kPeers) __launch_bounds__(384, 1)
           sum.start_product(w, stage.x[0].columns(), add);
         }
       };
-      Sum<kRows> sum;
+      Sum<kRows> sum;  // in TF32 the first products take the place of what is in its registers
       if constexpr (k3xTF32) sum = {};
       reader.template take_ahead<LeftFragments<float>>(
           steps, load, [&](const LeftFragments<float>& w, const Stage& stage, bool add) {
@@ -1198,29 +1225,29 @@ __global__ void HOPPER_CLUSTER(kPeers) __launch_bounds__(384, 1)
           });
       reader.finish();
 
-      const int2 at = of.template strip_and_tile<kPeers>(i);
-      const int row0 = at.x * kRows, rows = of.B - row0, tile = at.y, tiles = of.tiles;
+      const int2 at = job.template strip_and_tile<kPeers>(i);
+      const int row0 = at.x * kRows, rows = job.B - row0, tile = at.y, tiles = job.tiles;
       const int col = tile * kColumns + 64 * consumer + TransposedLeftTile<kColumns>::row(0);
-      const int left = of.C - col;  // columns from the thread's first one on
-      float* out = of.out + static_cast<size_t>(row0) * of.C + col;
+      const int columns = job.C - col;  // from the thread's first one on
+      float* out = job.out + static_cast<size_t>(row0) * job.C + col;
       if constexpr (kThen != Then::probabilities) {
-        if (left > 0) write_sums(sum, out, of.C, rows, [](int) { return float2{1, 1}; });
+        if (columns > 0) write_sums(sum, out, job.C, rows, [](int) { return float2{1, 1}; });
       }
       if constexpr (kThen != Then::logits) {
-        const MaxSum row = tile_exponentials(shared, sum, own, left);
+        const MaxSum part = tile_exponentials(shared, sum, thread, columns);
         if constexpr (kThen == Then::parts) {
-          if (own < min(kRows, rows)) {
-            of.parts[static_cast<int64_t>(row0 + own) * tiles + tile] = row;
+          if (thread < min(kRows, rows)) {
+            job.parts[static_cast<int64_t>(row0 + thread) * tiles + tile] = part;
           }
         } else {
-          if (own < kRows) {
-            Posted* of_tiles = of.posted + static_cast<size_t>(at.x) * tiles * kRows + own;
-            const MaxSum all = exchange_row<k3xTF32, kRows>(row, of_tiles, tile, tiles, turn);
-            shared.rows[own] = rebase(row.largest, all.largest) / all.sum;
+          if (thread < kRows) {
+            Posted* of_tiles = job.posted + static_cast<size_t>(at.x) * tiles * kRows + thread;
+            const MaxSum all = exchange_row<k3xTF32, kRows>(part, of_tiles, tile, tiles, turn);
+            shared.rows[thread] = rebase(part.largest, all.largest) / all.sum;
           }
           named_barrier(1, kMultiplying);
-          if (left > 0) {
-            write_sums(sum, out, of.C, rows,
+          if (columns > 0) {
+            write_sums(sum, out, job.C, rows,
                        [&](int r) { return *reinterpret_cast<const float2*>(&shared.rows[r]); });
           }
         }
@@ -1228,7 +1255,7 @@ __global__ void HOPPER_CLUSTER(kPeers) __launch_bounds__(384, 1)
     }
     if constexpr (kThen == Then::probabilities) {
       named_barrier(1, kMultiplying);  // all have read the turn
-      if (own == 0) of.turns[blockIdx.x] = turn;
+      if (thread == 0) job.turns[blockIdx.x] = turn;
     }
   }
 #endif
@@ -1236,17 +1263,13 @@ __global__ void HOPPER_CLUSTER(kPeers) __launch_bounds__(384, 1)
 
 // ---- fused split-K ------------------------------------------------------------------------------
 
-// The words of this part:
-//
-//     latency              how long a thread waits for what it has loaded, whatever its size
-//
-// Back to *fused rows*, for at most 16 columns. There 10 columns would occupy 10 of a block's 256
-// threads, each with a long sum of one load after another. Here the threads of a block share D:
-// thread t has column t % 16, and every 16th input from t / 16 on. It loads 8 inputs of x, and 8
-// elements of W, before it uses the first. So the block's loads for 128 inputs are under way at
-// once, and take one latency together. Lanes with the same column add up their sums by shuffles,
-// and warps add them up through shared memory. After that the first warp has all of the row's
-// logits, one in a lane.
+// Back to *fused rows*, for at most 16 columns, and with split-K among the threads of a block. In
+// *fused rows* 10 columns would occupy 10 of a block's 256 threads, each with a long sum of one
+// load after another. Here thread t has column t % 16, and every 16th input from t / 16 on. It
+// loads 8 inputs of x, and 8 elements of W, before it uses the first. So the block's loads for 128
+// inputs are under way at once, and take one latency together (how long a thread waits for what it
+// loads). Lanes with the same column add up their sums by shuffles, and warps do so through shared
+// memory. After that the first warp has all of the row's logits, each in two lanes, l and l + 16.
 //
 // Each block reads all of W, for one row, as in *fused rows*. And yet this is faster than tensor
 // cores and clusters where the whole layer takes only a few latencies.
@@ -1262,17 +1285,17 @@ __global__ void __launch_bounds__(kThreads)
   const int lane = threadIdx.x % 32, warp = threadIdx.x / 32, col = lane % kFewColumns;
   float logit = 0;
   for (int d0 = threadIdx.x / kFewColumns; d0 < D; d0 += kAtOnce * kSharers) {
-    // All loads come first. Beyond D or C they load some valid element: with a branch each load
-    // would wait for the one before.
-    float left[kAtOnce], right[kAtOnce];
+    // All loads come first. Beyond D or C they load some valid element, which does not count.
+    float from_x[kAtOnce], from_W[kAtOnce];
 #pragma unroll
     for (int i = 0; i < kAtOnce; ++i) {
       const int d = min(d0 + i * kSharers, D - 1);
-      left[i] = x_row[d], right[i] = W[static_cast<size_t>(d) * C + min(col, C - 1)];
+      from_x[i] = x_row[d];
+      from_W[i] = W[static_cast<size_t>(d) * C + min(col, C - 1)];
     }
 #pragma unroll
     for (int i = 0; i < kAtOnce; ++i) {
-      if (d0 + i * kSharers < D) logit += left[i] * right[i];
+      if (d0 + i * kSharers < D) logit += from_x[i] * from_W[i];
     }
   }
 #pragma unroll
@@ -1303,8 +1326,9 @@ inline void library_product(cublasHandle_t blas, const float* x, const float* W,
                             CUBLAS_GEMM_DEFAULT));
 }
 
-// A table is one shape in one precision. Each add_...() adds rows to it. Which rows a table has
-// depends on how many columns the logits have, and on whether rows of x and W are whole vectors:
+// A table is one shape in one precision. Each add_...() adds rows to it. All tables have *library*.
+// Which other rows there are depends on how many columns the logits have, and on whether rows of x
+// and W are whole vectors:
 //
 //     columns      on the CUDA cores               on tensor cores, of whole vectors only
 //     up to 128    unfused tiles, fused tiles,     unfused tensor cores, fused tensor cores
@@ -1312,6 +1336,11 @@ inline void library_product(cublasHandle_t blas, const float* x, const float* W,
 //                  columns also fused split-K
 //     more         unfused tiles, online tiles,    unfused, online and fused specialized
 //                  exchange tiles
+//     any          fused rows, except in TF32
+//
+// Shapes of 1e11 operations and more have none of those on the CUDA cores but *fused split-K*.
+// *fused cluster* needs compute capability 9.0. In *exchange tiles* and *fused specialized* blocks
+// wait for each other, so there has to be room for all tiles of a strip at a time.
 struct SoftmaxTable : SoftmaxProblem {
   int B = static_cast<int>(shape.rows), D = static_cast<int>(shape.inputs),
       C = static_cast<int>(shape.classes);
@@ -1324,9 +1353,8 @@ struct SoftmaxTable : SoftmaxProblem {
         long_parts(problem.output<MaxSum>(shape.rows * ceil_div(shape.classes, kLongPart))) {}
 
   // The softmax of (1) and (2). A warp has a row of up to 1024 columns, and a block has one of up
-  // to kLongestInRegisters. In both cases the row stays in registers. Several blocks share a longer
-  // row, in two kernels. The parameters of softmax_rows are the threads that share a row, how many
-  // numbers a thread has, and how many neighbours it loads at once.
+  // to kLongestInRegisters. Several blocks share a longer row, in two kernels. The parameters of
+  // softmax_rows are kGroup, kValues and kWidth.
   void softmax_of_logits() const {
     const auto in_registers = [this](auto* kernel, int rows_of_a_block) {
       launch_early(kernel, blocks_for(B, rows_of_a_block), kThreads, 0, logits, probs, B, C);
@@ -1362,8 +1390,8 @@ struct SoftmaxTable : SoftmaxProblem {
         product();
         softmax_of_logits();
       };
-      // A way has an estimate of its microseconds. Here it is the same for all, so none is left out
-      // as hopeless.
+      // A way has an estimate of its microseconds. Here it is the same for all, as if they made 400
+      // or 50 TFLOP/s, so none is left out as hopeless.
       ways.push_back({name, shape.flops() / (tf32 ? 400e6 : 50e6), launch});
     };
     add_product("cuBLAS", [=, *this] { library_product(blas, x, W, logits, shape, compute); });
@@ -1374,16 +1402,16 @@ struct SoftmaxTable : SoftmaxProblem {
       add_product("cuBLASLt, candidate " + std::to_string(i),
                   [=, *this] { product->call(i, x, W, logits); });
     }
-    add("library", Role::library, tf32 ? 80 : 0, ways, {.most = 24});
+    add("library", Role::library, tf32 ? 80 : 0, ways, {.most = 24});  // ways that are tried
   }
 
+  // A line after the tables, with the quotient of the two times in the place of %.
   void compare_rows(const std::string& fused, const std::string& unfused) const {
     problem.compare(fused, unfused,
                     name + ", " + fused + " (3) against " + unfused + " (2), % times as fast.");
   }
 
-  // Adds the kernels on the CUDA cores. Up to 128 columns are one tile: *fused tiles* and *fused
-  // cluster*. More columns are several tiles: *online tiles* and *exchange tiles*.
+  // Adds the kernels on the CUDA cores. Up to 128 columns are one tile.
   void add_on_cuda_cores() const {
     const int strips = ceil_div(B, kRows), tiles = ceil_div(C, kCols);
     const auto in = [=, *this] { return SoftmaxInputs{x, W, B, D, C}; };
@@ -1413,19 +1441,21 @@ struct SoftmaxTable : SoftmaxProblem {
       launch_early(logit_tiles, strips * tiles, kThreads, 0, in(), logits, parts, tiles);
       finish(parts, tiles);
     });
-    // All tiles of a strip wait for each other, so there must be room for them.
     const int at_once = resident_blocks(exchange_tiles, kThreads, 0) / tiles;
     if (at_once == 0) return;
-    const auto arrived = problem.workspace<unsigned>(strips);
-    const auto left = problem.workspace<unsigned>(strips);
+    const auto posted = problem.workspace<unsigned>(strips);
+    const auto done = problem.workspace<unsigned>(strips);
     add("exchange tiles", Role::ours, [=, *this] {
       launch_early(exchange_tiles, tiles * std::min(strips, at_once), kThreads, 0, in(), probs,
-                   parts, arrived, left, tiles);
+                   parts, posted, done, tiles);
     });
   }
 
-  // Adds the kernels on tensor cores for up to 128 columns. In 3xTF32 W takes twice the registers.
-  // So with more than 64 columns a block takes fewer inputs at a time, and more blocks share D.
+  // Adds the kernels on tensor cores for up to 128 columns. The numbers are the blocks that share
+  // D, and the rows, the columns and the inputs of a chunk. In 3xTF32 a thread needs registers for
+  // what it splits, and for the sums of a step. So with more than 64 columns a block takes fewer
+  // inputs at a time, and more blocks share D. There 1024 rows are 104 blocks, 26 * 4 or 13 * 8,
+  // and an H100 has room for all of them at once.
   template <bool k3xTF32>
   void add_tensor_cores(const std::string& suffix) const {
     if (C <= 64) {
@@ -1460,8 +1490,8 @@ struct SoftmaxTable : SoftmaxProblem {
   }
 
   // Adds those for more than 128 columns. Up to 128 rows are one strip. In 3xTF32 a thread has the
-  // sums of a step, too, so a strip has no more than 128 rows. Returns whether all tiles of a
-  // row of logits run at a time, so that the table has a row *fused*.
+  // sums of a step, too, so a strip has no more than 128 rows. Returns whether *fused specialized*,
+  // which needs all tiles of a strip at a time, is among them.
   template <bool k3xTF32>
   bool add_specialized(const std::string& suffix) const {
     if constexpr (k3xTF32) {
@@ -1483,17 +1513,17 @@ struct SoftmaxTable : SoftmaxProblem {
     if (clusters == 0) return false;
     const int tiles = kPeers * ceil_div(C, kPeers * kColumns), strips = ceil_div(B, kRows);
     const auto parts = problem.output<MaxSum>(shape.rows * tiles);
-    const auto launch = [=, *this](auto* kernel, Specialized of, int grid) {
+    const auto launch = [=, *this](auto* kernel, Specialized job, int grid) {
       const CUtensorMap map_x =
           tensor_map<float>(x, B, D, kRows / kPeers, !k3xTF32, D, Reads::often);
       const CUtensorMap map_W = tensor_map<float>(W, D, C, kStep, !k3xTF32, C, Reads::often);
-      of.B = B, of.D = D, of.C = C, of.strips = strips, of.tiles = tiles;
-      launch_early(kernel, grid, kBlock, kBytes, map_x, map_W, of);
+      job.B = B, job.D = D, job.C = C, job.strips = strips, job.tiles = tiles;
+      launch_early(kernel, grid, kBlock, kBytes, map_x, map_W, job);
     };
     const auto add_row = [&](const std::string& row, const std::function<void()>& way) {
       add(row + suffix, Role::ours, way).hopper_only().needs_shared(kBytes);
     };
-    // Blocks that wait for no others are as many as run at a time, or fewer with as many rounds.
+    // There are as many blocks as run at a time, or fewer if that takes no more rounds.
     const int band = 2048 / kRows;
     const int grid = kPeers * persistent(int64_t{strips} * tiles / kPeers, clusters);
     add_row("unfused specialized", [=, *this] {
@@ -1525,7 +1555,7 @@ struct SoftmaxTable : SoftmaxProblem {
   }
 };
 
-// The line below the tables: how many bytes of logits one launch saves, for each shape.
+// The line below the tables: for each shape, how many bytes are saved if logits stay on the chip.
 inline void add_bytes_note(Lesson& lesson, const std::vector<SoftmaxShape>& shapes) {
   std::string text;
   for (const SoftmaxShape& shape : shapes) {
@@ -1535,7 +1565,7 @@ inline void add_bytes_note(Lesson& lesson, const std::vector<SoftmaxShape>& shap
              text_of(shape).c_str());
     text += part;
   }
-  lesson.note("Fused in one launch, logits are neither written nor read:" + text + ".");
+  lesson.note("Kept on the chip, logits are neither written nor read:" + text + ".");
 }
 
 // Adds a table, and to `left_out` the lines that say which rows its shape cannot have.

@@ -18,7 +18,8 @@ __device__ inline float tanh_approximate(float u) {
 #endif
 }
 
-/// 2^value in one instruction (PTX ISA, "ex2"). Results below 2^-126 become 0.
+/// 2^value in one instruction (PTX ISA, "ex2"), wrong by 2 units in the last place at most. Results
+/// below 2^-126 become 0.
 __device__ inline float exp2_approximate(float value) {
 #ifdef CUDA_CPU
   const float result = exp2f(value);

@@ -28,15 +28,15 @@ __device__ float lanes_sum(float value) {
 
 /// All threads of `blocks` blocks call this. It returns true in the block that calls it last, and
 /// there what the other blocks had written before they called it can be read. No block waits for
-/// another one, so it does not matter how many of them run at a time. `arrived` is 0 before the
+/// another one, so it does not matter how many of them run at a time. `count` is 0 before the
 /// launch, and again after it.
-__device__ inline bool is_last_block(unsigned* arrived, int blocks) {
+__device__ inline bool is_last_block(unsigned* count, int blocks) {
   __threadfence();
   __syncthreads();
   bool last = false;
   if (threadIdx.x == 0) {
-    last = atomicAdd(arrived, 1) == static_cast<unsigned>(blocks - 1);
-    if (last) *arrived = 0;  // for the next launch
+    last = atomicAdd(count, 1) == static_cast<unsigned>(blocks - 1);
+    if (last) *count = 0;  // for the next launch
   }
   last = __syncthreads_or(last) != 0;
   __threadfence();

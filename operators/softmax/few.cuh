@@ -100,7 +100,6 @@ struct RowInbox {
       barrier_init_fence();
       barrier_arrive_expect(&come, owned * (splits - 1) * static_cast<int>(sizeof partials[0]));
     }
-    __syncwarp();
     cluster_arrive();
   }
 

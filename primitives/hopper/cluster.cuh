@@ -108,8 +108,11 @@ __device__ inline int cluster_rank() {
   return rank;
 }
 
-/// A barrier among all threads of the cluster.
+/// A barrier among all threads of the cluster. (.aligned: all threads of a warp execute the barrier
+/// as one instruction, and before it one of them may have had work of its own. So __syncwarp()
+/// brings them together first.)
 __device__ inline void cluster_sync() {
+  __syncwarp();
   asm volatile(
       "barrier.cluster.arrive.release.aligned;\n"
       "barrier.cluster.wait.acquire.aligned;" ::
@@ -120,8 +123,9 @@ __device__ inline void cluster_sync() {
 /// until all are. cluster_sync() also waits until all threads can see what was written before, and
 /// this wait can take a microsecond. The two halves do not. So after cluster_wait() all threads of
 /// the cluster are there. But of what they have written only the barriers can be seen, and these
-/// only if barrier_init_fence() was called after barrier_init().
+/// only if barrier_init_fence() was called after barrier_init(). (__syncwarp(): as above.)
 __device__ inline void cluster_arrive() {
+  __syncwarp();
   asm volatile("barrier.cluster.arrive.relaxed.aligned;" ::: "memory");
 }
 __device__ inline void cluster_wait() {

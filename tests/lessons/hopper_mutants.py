@@ -199,8 +199,6 @@ HARMLESS = {
             "it is there for the compiler's choice of registers",
     },
     "operators_softmax": {
-        ("most_owned", "__syncwarp() without", 0):
-            "it is there for the compiler: a warp arrives at the cluster's barrier as one",
         ("narrow_columns", "wait_for_previous_kernel() without", 0):
             "it reads nothing that a kernel before it writes, and what a launch before writes is the same",
     },
@@ -232,10 +230,6 @@ HARMLESS = {
     GPUS: {
         ("damp_spectrum", "tensor_store_commit() without", 0):
             "the same thread commits when it stores its next tile, and there is one",
-    },
-    "9_matmul_softmax": {
-        ("fused_cluster", "__syncwarp() without", 0):
-            "it is there for the compiler: a warp arrives at the cluster's barrier as one",
     },
     "10_clifford_gp": {
         ("forward_streamed", "wait_for_previous_kernel() without", 0):
