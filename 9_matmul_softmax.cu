@@ -48,19 +48,20 @@
 //
 // So the ideas lead to *fused tensor cores* for up to 128 columns. For more columns they lead to
 // *fused specialized*, or to *online specialized* where a row of logits has more tiles than run at
-// a time. In the smallest layers *fused split-K* wins, without tensor cores. Where D is long fusion
-// saves next to nothing, since the product takes nearly all of the time.
+// a time. In the smallest layers *fused split-K* wins, without tensor cores. Where D is long the
+// product takes nearly all of the time. There fusion saves nothing or costs a little: strips of
+// rows come one by one, so x and W are read more often.
 //
 // The kernels on tensor cores take only rows that are whole vectors: D has to be a multiple of 4,
 // and C of 2 (*tensor cores*) or 4 (*specialized*). For other shapes the table lacks these kernels,
 // and a line below the tables says so. How any shape can be taken: docs/softmax.md.
 //
-// There are two sets of tables, never mixed: true fp32 accuracy, and TF32, where a product may
-// round its operands to 10 bits of mantissa, so that tensor cores can multiply them. The kernels on
-// the CUDA cores do not round operands. The TF32 tables lack *fused rows*. The others are in both
-// sets, where a shape is not too large for them. In the fp32 tables tensor cores multiply in
-// "3xTF32": each operand is split into two TF32 numbers, and there are three products instead of
-// one. The error is held to the bound of fp32.
+// There are two sets of tables, never mixed (but for those of rows of only -inf): true fp32
+// accuracy, and TF32, where a product may round its operands to 10 bits of mantissa, so that tensor
+// cores can multiply them. The kernels on the CUDA cores do not round operands. The TF32 tables
+// lack *fused rows*. The others are in both sets, where a shape is not too large for them. In the
+// fp32 tables tensor cores multiply in "3xTF32": each operand is split into two TF32 numbers, and
+// there are three products instead of one. The error is held to the bound of fp32.
 //
 // All kernels of ours, the softmax of (1) and (2) among them, are launched early
 // (primitives/early_launch.cuh): here the time between two kernels counts. When all blocks of a
@@ -72,10 +73,9 @@
 // A logit of -inf has the probability 0. If all logits of a row are -inf, there is no maximum to
 // subtract: all of the row's probabilities become NaN, in the reference, too.
 //
-// --all adds the fp32 tables, and more shapes where none is given. (A GPU before compute capability
-// 8.0 has no TF32. It always has the fp32 tables, and those of TF32 with --all only, for the rows
-// that need no tensor cores.) --hard-rows puts infinities and huge numbers among the logits, and
-// adds tables in which some rows of logits are only -inf. What a reader may try next stands in
+// --all adds the fp32 tables, which a GPU before compute capability 8.0 always has, and more shapes
+// where none is given. --hard-rows puts infinities and huge numbers among the logits, and adds
+// tables in which some rows of logits are only -inf. What a reader may try next stands in
 // exercises/9_softmax_training.cu: cross-entropy, the backward pass, fp16 inputs.
 
 #include <algorithm>
@@ -343,8 +343,7 @@ __global__ void __launch_bounds__(kThreads)
 // sums a thread. So a row of the tile is in the lanes of one warp, which is what a softmax wants:
 // its maximum and its sum take a few shuffles.
 //
-// The product is in fp32 on the CUDA cores. That takes the least code, and any GPU runs it. The
-// kernels up to *exchange tiles* show how a row comes together, and tensor cores come later.
+// The product is in fp32 on the CUDA cores. That takes the least code, and any GPU runs it.
 constexpr int kRows = 32, kCols = 128, kDepth = 16, kStages = 3;
 constexpr int kOwnRows = kRows / kWarps, kOwnCols = kCols / 32;  // a thread's
 
@@ -425,6 +424,10 @@ __global__ void __launch_bounds__(kThreads)
 // finishes its four rows without any other warp: no logit is written. W is read B / 32 times, where
 // *fused rows* reads it B times. But few rows are few blocks: 1024 rows are 32 blocks, and an H100
 // has 132 multiprocessors.
+//
+// This row is no measure of fusion. In our tables it takes about half of the time of *unfused
+// tiles* at 1024x1024x100, with the same product and the same 32 blocks. What fusion saves at that
+// shape can be seen in the rows *tensor cores*: about a microsecond.
 __global__ void __launch_bounds__(kThreads) fused_tiles(SoftmaxInputs in, float* probs) {
   start_next_kernel();
   wait_for_previous_kernel();
@@ -525,7 +528,7 @@ __global__ void __launch_bounds__(kThreads) fused_cluster(SoftmaxInputs in, floa
 //
 // So the logits are still written and read. After *unfused tiles* a row of more than 8192 columns
 // is read twice, and here once. For shorter rows this saves nothing, since softmax_rows() reads
-// them once, too, and it computes exponentials twice: for the sums, and for the probabilities.
+// them once, too. And *online tiles* computes exponentials twice: for sums, and for probabilities.
 
 // ---- exchange tiles -----------------------------------------------------------------------------
 
@@ -544,7 +547,9 @@ __global__ void __launch_bounds__(kThreads) fused_cluster(SoftmaxInputs in, floa
 // all blocks of these rows have posted theirs, and writes probabilities.
 //
 // In our tables this is slower than *unfused tiles*: the product takes nearly all of the time, and
-// blocks that wait do not multiply. It is here for the idea, on which *fused specialized* rests.
+// blocks that wait do not multiply. Also, blocks may be too few: at C = 50304 a strip is 393 tiles,
+// and an H100 has room for 528. So one strip runs at a time, and a quarter of the places stays
+// empty. This is here for the idea, on which *fused specialized* rests.
 //
 // A block that waits for one that never starts waits for ever. So there are at most as many blocks
 // as can be resident. (Early launches take no place from them: when all have called
@@ -612,8 +617,8 @@ __global__ void __launch_bounds__(kThreads)
 //     start_product           starts the products of 32 inputs, for one step: all but the wait
 //
 // In TF32 wgmma takes a factor from shared memory only if its elements are contiguous along the
-// dimension that is summed, D here. A row of x is, and a column of W is not. So the product is
-// transposed:
+// dimension that is summed, D here. A row of x is, and a column of W is not. So W has to come from
+// registers, and wgmma takes only a left factor from there. Hence W^T is the left factor:
 //
 //     logits^T (C, B)  =  W^T (C, D)  x^T (D, B)
 //     in registers        in registers   in shared memory, as the copy engine leaves it
@@ -714,18 +719,19 @@ __device__ inline void add_3xtf32(Sum<kCount>& sum, const LeftFragments<float>& 
 // There is no pipeline of stages: at the sizes of the GPU's tables a block has one chunk, or none,
 // and then it pushes zeros.
 //
-// Each of the kSplits blocks finishes its share of the rows, and the others push their partial sums
-// of that share into its inbox. A single copy moves all that goes to one block. Unfused, the same
-// kernel writes the sums as they are. (In the kernels on tensor cores kSplits, kRows, kOwnRows and
-// kStages are their own, and not the constants above.)
+// A block has a warpgroup for each 64 columns. Each of the kSplits blocks finishes its share of the
+// rows, and the others push their partial sums of that share into its inbox. A single copy moves
+// all that goes to one block. Unfused, the same kernel writes the sums as they are. (In the kernels
+// on tensor cores kSplits, kRows, kOwnRows and kStages are their own, and not the constants above.)
 template <bool k3xTF32, int kSplits, int kRows, int kClasses, int kInputs>
 struct ClusterShared {
   static constexpr int kOwnRows = kRows / kSplits;  // that a block finishes
   static constexpr int kBoxes = kInputs / kStep;
   static_assert(kRows % kSplits == 0 && kInputs % kStep == 0);
   // How many floats of a row one block sends to another: the columns, and padding. It is 8 times
-  // some number, plus 4. So rows 0, 2, 4 and 6, which a warp stores at once, start on the banks 0,
-  // 8, 16 and 24 (in some order). The copy engine needs a multiple of 4.
+  // some number, plus 4. Stores of 8 bytes go by half warps: 16 lanes store 8 floats of each of the
+  // rows 0, 2, 4 and 6, say. In nearly all cases these start on the banks 0, 8, 16 and 24 (in some
+  // order), so there is no conflict. The copy engine needs a multiple of 4.
   static __device__ int stride(int C) { return (C + 7) / 8 * 8 + 4; }
   static constexpr int kMostStride = kClasses + 4;
 
@@ -815,23 +821,19 @@ __global__ void HOPPER_CLUSTER(kSplits) __launch_bounds__(2 * kClasses, 1)
         add_3xtf32(sum, w[box], shared.x[0][box], shared.x[1][box]);
       } else {
         // wgmma truncates to TF32. So W is rounded here, as the copy engine has rounded x.
-        LeftFragments<float> rounded;
 #pragma unroll
-        for (int k = 0; k < kSlices; ++k) {
+        for (auto& slice : w[box].slices) {
 #pragma unroll
-          for (int e = 0; e < 4; ++e) {
-            rounded.slices[k][e] = to_tf32(__uint_as_float(w[box].slices[k][e]));
-          }
+          for (uint32_t& element : slice) element = to_tf32(__uint_as_float(element));
         }
-        sum.start_product(rounded, shared.x[0][box].columns(), chunk > first || box > 0);
+        sum.start_product(w[box], shared.x[0][box].columns(), chunk > first || box > 0);
       }
     }
     wgmma_wait<0>();
-    __syncthreads();
+    __syncthreads();  // all products are done: x may be overwritten
     if (chunk + 1 < last) fetch(chunk + 1);
   }
 
-  // Into the outbox go, for each block of the cluster, the partial sums of that block's rows.
   // Elements e and e + 2 of a thread are its two columns of one row.
 #pragma unroll
   for (int i = 0; i < sum.size(); i += 4) {
@@ -879,13 +881,14 @@ __global__ void HOPPER_CLUSTER(kSplits) __launch_bounds__(2 * kClasses, 1)
 // The words of this part (all but take_ahead and TransposedLeftTile are lesson 3's):
 //
 //     warp specialization   one thread, the producer, only orders copies; two warpgroups, the
-//                           consumers, only multiply
+//                           consumers, copy nothing
 //     Pipeline              stages in shared memory, each with two barriers: `full` and `empty`
 //     Writer, put           fills the next stage as soon as it is empty
 //     Reader, take_ahead    waits until the next stage is full, and starts its products. In TF32
 //                           the next step's left factor goes to registers while these run
-//     BlockGrid<2, 1>       a cluster of two blocks. They have the same rows of x: each fetches one
-//                           half of them, and multicasts it to both. (In 3xTF32 a block is alone)
+//     BlockGrid<2, 1>       a cluster of two blocks. In the transposed product their tiles lie one
+//                           below the other, with the same rows of x: each fetches one half of
+//                           them, and multicasts it to both. (In 3xTF32 a block is alone)
 //     TransposedLeftTile    the tile of W, as the copy engine leaves it; load_fragments() takes a
 //                           thread's elements of W^T from it
 //     named_barrier         a barrier for some of the block's threads, here the 256 that multiply
@@ -899,7 +902,8 @@ __global__ void HOPPER_CLUSTER(kSplits) __launch_bounds__(2 * kClasses, 1)
 //
 //     Then::logits          unfused: logits are written
 //     Then::parts           online: the same, and of each row the maximum and the sum of the tile's
-//                           part. finish_rows() makes probabilities of them
+//                           part. finish_rows() makes probabilities of them. In our tables this is
+//                           slower than *unfused specialized*, but for C = 50304
 //     Then::probabilities   fused: the blocks of a row tell each other maximum and sum, as in
 //                           *exchange tiles*, and write probabilities
 //
@@ -922,9 +926,11 @@ using Posted = unsigned long long;  // a maximum, a sum, and the bit
 struct Specialized {
   int together = 1;  // strips of a band: see strip_and_tile()
   float* out = nullptr;
-  MaxSum* parts = nullptr;    // (B, tiles)
-  Posted* posted = nullptr;   // (strips, tiles, kRows)
-  unsigned* turns = nullptr;  // of each block: the turn of its last launch, 0 before the first
+  MaxSum* parts = nullptr;   // (B, tiles)
+  Posted* posted = nullptr;  // (strips, tiles, kRows)
+  // Of each block: the turn of its last launch, 0 before the first. A block writes its own at its
+  // end. (One turn for all could change before another block has read it.)
+  unsigned* turns = nullptr;
   int B = 0, D = 0, C = 0;
   int strips = 0, tiles = 0;  // strips of kRows rows; tiles of 128 columns in each
 
@@ -953,8 +959,9 @@ struct SpecializedShared {
     TransposedLeftTile<kColumns> W;
     static constexpr int kLoaded = sizeof(ColumnTile<float, kRows>) + sizeof W;
   };
-  // 208 KB of the 227 that a block may have; what follows takes some 9 more.
-  static constexpr int kStages = std::min<int>(8, (208 << 10) / sizeof(Stage));
+  // 4 stages of 48 KB or 6 of 32 KB, of the 227 KB that a block may have. What follows takes up to
+  // 10 KB more.
+  static constexpr int kStages = (192 << 10) / sizeof(Stage);
   Pipeline<Stage, kStages> pipeline;
   Barrier split_done[kStages];  // in 3xTF32: a stage's x has been split
   // Of each warp that multiplies: its columns' maximum or sum, for each row.
@@ -984,9 +991,8 @@ __device__ inline MaxSum part_of(Posted posted) {
 }
 
 // A thread calls this for a row. It has `own`, the maximum and the sum of its tile's part, and
-// posts them for other blocks. It reads those of all tiles (the first tile's are at `of_tiles`), so
-// that 16 loads are under way at once, and merges them. Beyond the last tile a part counts as
-// posted, and is empty. (Spin tells a debug build what a thread waits for.)
+// posts them for other blocks. It reads those of all tiles (the first tile's are at `of_tiles`), 16
+// loads at a time, and merges them. Beyond the last tile a part counts as posted, and is empty.
 template <bool k3xTF32, int kRows>
 __device__ MaxSum exchange_row(MaxSum own, Posted* of_tiles, int tile, int tiles, unsigned turn) {
   const auto posted_at = [&](int i) {
@@ -1025,8 +1031,7 @@ __device__ MaxSum exchange_row(MaxSum own, Posted* of_tiles, int tile, int tiles
 
 // Where do a thread's sums stand? Element i of its Sum is row col(i) of x, since the product is
 // transposed, and elements i and i + 2 (i % 4 is 0 or 1) are the thread's two columns of that row.
-// So a thread has a pair in kRows / 4 rows. The 8 lanes with the same lane % 4 have the same rows.
-// This is the first element of a pair.
+// So a thread has a pair in kRows / 4 rows. This is the first element of a pair.
 __device__ constexpr int element_of(int pair) { return pair / 2 * 4 + pair % 2; }
 
 // The 8 lanes with the same lane % 4 have kCount values each. For each i, their eight values v[i]
@@ -1120,7 +1125,7 @@ __device__ MaxSum tile_exponentials(SpecializedShared<k3xTF32, kRows>& shared, S
 
 // Writes the sums, each times its row's factor: factors(row) returns those of `row`, which is even,
 // and of the next row. `out` is where the tile's first row has the thread's first column. From
-// there on the matrix has `rows` rows. Only in a strip that is not whole each row is asked for.
+// there on `rows` rows are left. Only in the last strip, if it is not whole, each row is checked.
 template <int kRows, typename Factors>
 __device__ void write_sums(const Sum<kRows>& sum, float* out, int C, int rows, Factors factors) {
   const auto each = [&](auto put) {
@@ -1161,7 +1166,7 @@ __global__ void HOPPER_CLUSTER(kPeers) __launch_bounds__(384, 1)
     if (k3xTF32) {
       for (Barrier& barrier : shared.split_done) barrier_init(&barrier, kSplitting);
     }
-    start_next_kernel();
+    start_next_kernel();                   // one thread of a block is enough
     prepare(shared.pipeline, 2 * kPeers);  // two consumers in each block
   }
   cluster.meet();
@@ -1177,21 +1182,20 @@ __global__ void HOPPER_CLUSTER(kPeers) __launch_bounds__(384, 1)
         const int2 at = job.template strip_and_tile<kPeers>(i);  // x: strip, y: tile
         for (int step = 0; step < steps; ++step) {
           writer.put([&](Stage& stage, Barrier* arrived) {
-            cluster.load(stage.x[0], &x, at.x * kRows, step * kStep, arrived);
-            cluster.load(stage.W, &W, at.y * kColumns, step * kStep, arrived);
+            cluster.load(stage.x[0], &x, at.x * kRows, step * kStep, arrived);  // half, to both
+            cluster.load(stage.W, &W, at.y * kColumns, step * kStep, arrived);  // all, for itself
           });
         }
       }
       if constexpr (kPeers > 1) writer.finish();
-    } else if (k3xTF32) {
+    } else if constexpr (k3xTF32) {
       // Warps 1 to 3 split a stage's x into two tiles, in whatever order x lies there. done_with()
-      // tells the consumers, which wait in wait_for(), and give the stage back. (In TF32 this is
-      // compiled, but never runs. It says x[k3xTF32] since there is no x[1].)
+      // tells the consumers, which wait in wait_for(), and give the stage back.
       Reader reader(shared.pipeline, cluster);
       for (int i = blockIdx.x; i < places; i += gridDim.x) {
         for (int step = 0; step < steps; ++step) {
           Stage& stage = reader.wait();
-          split_all(stage.x[0].elements, stage.x[k3xTF32].elements, kRows * kStep, threadIdx.x - 32,
+          split_all(stage.x[0].elements, stage.x[1].elements, kRows * kStep, threadIdx.x - 32,
                     kSplitting);
           shared_fence();
           reader.done_with(shared.split_done);
@@ -1326,9 +1330,8 @@ inline void library_product(cublasHandle_t blas, const float* x, const float* W,
                             CUBLAS_GEMM_DEFAULT));
 }
 
-// A table is one shape in one precision. Each add_...() adds rows to it. All tables have *library*.
-// Which other rows there are depends on how many columns the logits have, and on whether rows of x
-// and W are whole vectors:
+// A table is one shape in one precision. All tables have *library*. Which other rows there are
+// depends on C, and on whether rows of x and W are whole vectors:
 //
 //     columns      on the CUDA cores               on tensor cores, of whole vectors only
 //     up to 128    unfused tiles, fused tiles,     unfused tensor cores, fused tensor cores
@@ -1337,10 +1340,6 @@ inline void library_product(cublasHandle_t blas, const float* x, const float* W,
 //     more         unfused tiles, online tiles,    unfused, online and fused specialized
 //                  exchange tiles
 //     any          fused rows, except in TF32
-//
-// Shapes of 1e11 operations and more have none of those on the CUDA cores but *fused split-K*.
-// *fused cluster* needs compute capability 9.0. In *exchange tiles* and *fused specialized* blocks
-// wait for each other, so there has to be room for all tiles of a strip at a time.
 struct SoftmaxTable : SoftmaxProblem {
   int B = static_cast<int>(shape.rows), D = static_cast<int>(shape.inputs),
       C = static_cast<int>(shape.classes);
@@ -1352,9 +1351,7 @@ struct SoftmaxTable : SoftmaxProblem {
         logits(problem.output<float>(shape.rows * shape.classes)),
         long_parts(problem.output<MaxSum>(shape.rows * ceil_div(shape.classes, kLongPart))) {}
 
-  // The softmax of (1) and (2). A warp has a row of up to 1024 columns, and a block has one of up
-  // to kLongestInRegisters. Several blocks share a longer row, in two kernels. The parameters of
-  // softmax_rows are kGroup, kValues and kWidth.
+  // The softmax of (1) and (2). The parameters of softmax_rows are kGroup, kValues and kWidth.
   void softmax_of_logits() const {
     const auto in_registers = [this](auto* kernel, int rows_of_a_block) {
       launch_early(kernel, blocks_for(B, rows_of_a_block), kThreads, 0, logits, probs, B, C);
@@ -1379,8 +1376,7 @@ struct SoftmaxTable : SoftmaxProblem {
                  count);
   }
 
-  // Row (1), library: a product by cuBLAS's own choice or by one of cuBLASLt's candidates,
-  // whichever is the fastest, and then our softmax.
+  // Row (1): the fastest of cuBLAS's own choice and cuBLASLt's candidates, and then our softmax.
   void add_library(cublasHandle_t blas) const {
     const bool tf32 = about == About::tf32;
     const auto compute = tf32 ? CUBLAS_COMPUTE_32F_FAST_TF32 : CUBLAS_COMPUTE_32F;
@@ -1390,8 +1386,7 @@ struct SoftmaxTable : SoftmaxProblem {
         product();
         softmax_of_logits();
       };
-      // A way has an estimate of its microseconds. Here it is the same for all, as if they made 400
-      // or 50 TFLOP/s, so none is left out as hopeless.
+      // In microseconds, at 400 or 50 TFLOP/s: the same for all, so none is hopeless.
       ways.push_back({name, shape.flops() / (tf32 ? 400e6 : 50e6), launch});
     };
     add_product("cuBLAS", [=, *this] { library_product(blas, x, W, logits, shape, compute); });
@@ -1411,9 +1406,10 @@ struct SoftmaxTable : SoftmaxProblem {
                     name + ", " + fused + " (3) against " + unfused + " (2), % times as fast.");
   }
 
-  // Adds the kernels on the CUDA cores. Up to 128 columns are one tile.
   void add_on_cuda_cores() const {
     const int strips = ceil_div(B, kRows), tiles = ceil_div(C, kCols);
+    // Buffers get memory only in lesson.run(). So SoftmaxInputs and, below, tensor maps are made in
+    // the launch.
     const auto in = [=, *this] { return SoftmaxInputs{x, W, B, D, C}; };
     MaxSum* const no_parts = nullptr;
 
@@ -1443,7 +1439,7 @@ struct SoftmaxTable : SoftmaxProblem {
     });
     const int at_once = resident_blocks(exchange_tiles, kThreads, 0) / tiles;
     if (at_once == 0) return;
-    const auto posted = problem.workspace<unsigned>(strips);
+    const auto posted = problem.workspace<unsigned>(strips);  // zeros at first; outputs are NaN
     const auto done = problem.workspace<unsigned>(strips);
     add("exchange tiles", Role::ours, [=, *this] {
       launch_early(exchange_tiles, tiles * std::min(strips, at_once), kThreads, 0, in(), probs,
@@ -1452,10 +1448,11 @@ struct SoftmaxTable : SoftmaxProblem {
   }
 
   // Adds the kernels on tensor cores for up to 128 columns. The numbers are the blocks that share
-  // D, and the rows, the columns and the inputs of a chunk. In 3xTF32 a thread needs registers for
-  // what it splits, and for the sums of a step. So with more than 64 columns a block takes fewer
-  // inputs at a time, and more blocks share D. There 1024 rows are 104 blocks, 26 * 4 or 13 * 8,
-  // and an H100 has room for all of them at once.
+  // D, the rows and columns of a tile, and the inputs of a chunk. In 3xTF32 a thread needs
+  // registers for what it splits, and for the sums of a step. So with more than 64 columns a block
+  // takes fewer inputs at a time, and more blocks share D. A tile then has twice as many rows: 1024
+  // rows are 13 clusters of 8 blocks instead of 26 of 4. Both are 104 blocks, and an H100 has room
+  // for all of them at once.
   template <bool k3xTF32>
   void add_tensor_cores(const std::string& suffix) const {
     if (C <= 64) {
@@ -1489,9 +1486,9 @@ struct SoftmaxTable : SoftmaxProblem {
     compare_rows(names[1], names[0]);
   }
 
-  // Adds those for more than 128 columns. Up to 128 rows are one strip. In 3xTF32 a thread has the
-  // sums of a step, too, so a strip has no more than 128 rows. Returns whether *fused specialized*,
-  // which needs all tiles of a strip at a time, is among them.
+  // Adds the kernels on tensor cores for more than 128 columns. Up to 128 rows are one strip. In
+  // 3xTF32 a thread has the sums of a step, too, so a strip has no more than 128 rows. Returns
+  // whether *fused specialized*, which needs all tiles of a strip at a time, is among them.
   template <bool k3xTF32>
   bool add_specialized(const std::string& suffix) const {
     if constexpr (k3xTF32) {
@@ -1505,6 +1502,7 @@ struct SoftmaxTable : SoftmaxProblem {
   bool add_specialized(const std::string& suffix) const {
     using Shared = SpecializedShared<k3xTF32, kRows>;
     constexpr int kBytes = sizeof(Shared), kColumns = Shared::kColumns, kBlock = 384;
+    // One kernel for each of the rows below. Its blocks have three warpgroups.
     const auto to_logits = softmax_specialized<k3xTF32, kRows, kPeers, Then::logits>;
     const auto to_parts = softmax_specialized<k3xTF32, kRows, kPeers, Then::parts>;
     const auto to_probs = softmax_specialized<k3xTF32, kRows, kPeers, Then::probabilities>;
@@ -1514,7 +1512,7 @@ struct SoftmaxTable : SoftmaxProblem {
     const int tiles = kPeers * ceil_div(C, kPeers * kColumns), strips = ceil_div(B, kRows);
     const auto parts = problem.output<MaxSum>(shape.rows * tiles);
     const auto launch = [=, *this](auto* kernel, Specialized job, int grid) {
-      const CUtensorMap map_x =
+      const CUtensorMap map_x =  // each block of a cluster fetches such a part of x's tile
           tensor_map<float>(x, B, D, kRows / kPeers, !k3xTF32, D, Reads::often);
       const CUtensorMap map_W = tensor_map<float>(W, D, C, kStep, !k3xTF32, C, Reads::often);
       job.B = B, job.D = D, job.C = C, job.strips = strips, job.tiles = tiles;
@@ -1523,7 +1521,8 @@ struct SoftmaxTable : SoftmaxProblem {
     const auto add_row = [&](const std::string& row, const std::function<void()>& way) {
       add(row + suffix, Role::ours, way).hopper_only().needs_shared(kBytes);
     };
-    // There are as many blocks as run at a time, or fewer if that takes no more rounds.
+    // An H100's 132 blocks have about a square of 2048 x 2048 logits in tiles of 256 x 128: for a
+    // square the fewest rows of x and columns of W are read (lesson 3, tile_of_block).
     const int band = 2048 / kRows;
     const int grid = kPeers * persistent(int64_t{strips} * tiles / kPeers, clusters);
     add_row("unfused specialized", [=, *this] {
@@ -1592,7 +1591,8 @@ void add_table(Lesson& lesson, cublasHandle_t blas, About about, const SoftmaxSh
     if (about != About::fp32) fused = table.add_specialized<false>(tf32) && fused;
     if (about != About::tf32) fused = table.add_specialized<true>(", 3xTF32") && fused;
     if (!fused)
-      left_out.insert("Fused specialized: left out where a row has more tiles than run at a time.");
+      left_out.insert(
+          "Specialized: left out where no cluster fits; fused also where a row's tiles do not.");
   }
   if (table.C <= kFewColumns) table.add_split_k();
 }
