@@ -18,9 +18,9 @@ namespace primitives {
 
 // ---- Host: how many fit -------------------------------------------------------------------------
 
-/// How many clusters of `blocks` blocks of `kernel` the device holds at a time; perhaps none. For a
-/// device without clusters it is how many there would be with one block on each multiprocessor, so
-/// that plans can be made there, too.
+/// How many clusters of `blocks` blocks of `kernel` the device holds at a time; perhaps none. For
+/// devices other than Hopper it is how many there would be with one block on each multiprocessor,
+/// so that plans can be made there, too.
 inline int clusters_that_fit(AnyKernel kernel, unsigned blocks, unsigned threads,
                              size_t shared_bytes) {
   if (!is_hopper()) return std::max(1, multiprocessors() / static_cast<int>(blocks));
