@@ -31,10 +31,19 @@ inline constexpr double kWeightScale = 1.5, kLogitRms = 0.5;
 /// sum and the division (2).
 double softmax_tolerance(int64_t inputs, double u_sum, double u_in = 0);
 
-/// Where there are few results: the rms that each has unless its terms cancel, in units that make
-/// its tolerance a bound (see bound_of()), and 0 else. An error d_j of each logit, independent of
-/// the others', is a part of T_j, the root of the sum of the squares of the logit's terms, of which
-/// kLogitRms is the rms. It leaves of
+/// What few results are held to, where a sum's terms may cancel. For example, a row of x is (1, 1),
+/// and the two columns of W are (1, -1) and (0, 0). Both logits are 0, and both probabilities 1/2.
+/// But the first logit is 1 - 1, whose rounding error does not cancel: it is eps T_0, with eps of a
+/// few roundoffs, and T_0 = sqrt(1 + 1). The second logit has no error: T_1 = 0. By the formula of
+/// probs, below, the probabilities have errors of 0.79 eps and 0.35 eps, of rms 0.61 eps.
+/// softmax_tolerance() has assumed sqrt(2) kLogitRms = 0.71 for the root. So `probs` becomes 0.61 /
+/// 0.71 = 0.87. The rms of the reference is 0.5, so bound_of() allows 0.87 / 0.5 = 1.7 times the
+/// tolerance.
+///
+/// In general: the rms that each result has unless its terms cancel, in units that make its
+/// tolerance a bound, and 0 where there are many results. An error d_j of each logit, independent
+/// of the others', is a part of T_j, the root of the sum of the squares of the logit's terms, of
+/// which kLogitRms is the rms. It leaves of
 ///     probs    p_i (d_i - sum p_j d_j):                 p_i sqrt(T_i^2 + sum (p_j T_j)^2)
 ///     loss     sum p_j d_j - d_label:                   sqrt(T_label^2 + sum (p_j T_j)^2)
 ///     dlogits  of the loss: what it leaves of probs
@@ -133,8 +142,10 @@ void make_hard(float* x, float* W, const SoftmaxShape& shape);
 /// that row of W only 1.
 void make_only_minus_infinity(float* x, float* W, const SoftmaxShape& shape);
 
-/// Verification takes NaN for an error. Where it is what should come out, it becomes -1 first; but
-/// not the NaN of what nobody wrote, all of whose bits are set.
+/// For example, a kernel wrote 0.25, and NaN in a row of only -inf, and did not write a third
+/// element: mark_nan() makes 0.25, -1 and NaN of the three. Verification takes NaN for an error, so
+/// a NaN that should come out becomes -1 first, in the result and in the reference. What nobody
+/// wrote in the result stays NaN: all of its bits are set, by which it is known.
 void mark_nan(const float* in, float* out, size_t count);
 void mark_nan(double* values, size_t count);
 
