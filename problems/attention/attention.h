@@ -66,11 +66,28 @@ double log_sum_exp_tolerance(const AttentionShape& shape);
 void mark_infinite(const float* in, float* out, size_t count);
 void mark_infinite(double* values, size_t count);
 
+/// A table of attention: of the shape, once its heads are known to fit.
+Problem& declare_attention(Lesson& lesson, const std::string& name, const AttentionShape& shape,
+                           Type type, const Work& work);
+
+/// Query rows (of one batch element, all heads) that are converted to fp64 at a time, and whose
+/// logits are computed, a head at a time: those of 1 GB.
+int64_t rows_at_once(const AttentionShape& shape);
+
+/// What one head is computed from, in fp64; rows are as far apart as those of all heads.
+struct HeadFp64 {
+  const double *Q, *K, *V;
+};
+
+/// Rows [first, first + rows) of one head: logits (rows, keys) are its softmax afterwards.
+void attend_fp64(cublasHandle_t blas, const HeadFp64& in, double* logits, double* out, double* lse,
+                 const AttentionShape& shape, int64_t first, int64_t rows);
+
 /// Device memory that reference_attention allocates while it runs.
 double attention_scratch(const AttentionShape& shape);
 
 /// out and lse as they should be. In fp64 the logits of a head may be many gigabytes: so many rows
-/// at a time that they are one. `uncancelled`, where out has few elements, becomes their rms if the
+/// at a time that they are one. T is a type of the lesson, or double. `uncancelled`, where out has few elements, becomes their rms if the
 /// terms p V did not cancel (see bound_of()), and 0 else.
 template <typename T>
 void reference_attention(cublasHandle_t blas, const T* Q, const T* K, const T* V, double* out,
