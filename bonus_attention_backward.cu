@@ -16,6 +16,8 @@
 // whatever a block owns, one of them comes in parts from many blocks.
 //
 //     library              cuBLAS's five products: logits, P, dP and dS go through memory
+//     tensor cores         a block owns keys, and dK and dV in its registers; Q and dO stream past,
+//                          products by mma.sync; dQ is added up in memory by atomicAdd
 //
 // --causal and --full print one of the two tables.
 
@@ -25,7 +27,12 @@
 #include <string>
 #include <vector>
 
+#include "primitives/approximate.cuh"
+#include "primitives/async_copy.cuh"
+#include "primitives/fragments.cuh"
 #include "primitives/launch.h"
+#include "primitives/neighbours.cuh"
+#include "primitives/row_parts.cuh"
 #include "problems/attention/backward.h"
 #include "problems/attention/library_backward.cuh"
 
@@ -50,6 +57,246 @@ struct Operands {
     return causal ? max(0, min(keys, s + keys - queries + 1)) : keys;
   }
 };
+
+// ---- before and after ---------------------------------------------------------------------------
+
+// What both ends of dQ need, in a launch each: they read and write what memory has to move anyway,
+// and take a few percent of a long sequence's time.
+//
+// attention_row_sums: a warp owns a row of out and d_out, a lane kWidth / 32 neighbouring columns.
+// It leaves D, and zeros where parts of dQ will be added up.
+//
+// attention_finish_dq: a thread owns four neighbours of dQ. It scales and rounds their sums.
+//
+// (Words from primitives/: Neighbours<T, 4> are four elements that move together, and lanes_sum<32>
+// adds up a number over the lanes of a warp.)
+constexpr int kSumThreads = 256;
+
+template <typename T, int kWidth>
+__global__ void __launch_bounds__(kSumThreads) attention_row_sums(Operands<T> in, int64_t rows) {
+  constexpr int kOwn = kWidth / 32;
+  const int lane = threadIdx.x % 32;
+  const int64_t row = static_cast<int64_t>(blockIdx.x) * (kSumThreads / 32) + threadIdx.x / 32;
+  if (row >= rows) return;
+  const int64_t from = row * kWidth + kOwn * lane;
+  const auto out = *reinterpret_cast<const Neighbours<T, kOwn>*>(in.out + from);
+  const auto d_out = *reinterpret_cast<const Neighbours<T, kOwn>*>(in.d_out + from);
+  *reinterpret_cast<Neighbours<float, kOwn>*>(in.dq_sums + from) = {};
+  float sum = 0;
+#pragma unroll
+  for (int i = 0; i < kOwn; ++i) {
+    sum += static_cast<float>(out.values[i]) * static_cast<float>(d_out.values[i]);
+  }
+  sum = lanes_sum<32>(sum);
+  const int64_t head = row % in.heads, s = row / in.heads % in.queries;
+  const int64_t batch = row / in.heads / in.queries;
+  if (lane == 0) in.row_sums[(batch * in.heads + head) * in.queries + s] = sum;
+}
+
+template <typename T>
+__global__ void __launch_bounds__(kSumThreads) attention_finish_dq(Operands<T> in, int64_t count) {
+  const int64_t i = 4 * (static_cast<int64_t>(blockIdx.x) * kSumThreads + threadIdx.x);
+  if (i >= count) return;
+  float4 sums = *reinterpret_cast<const float4*>(in.dq_sums + i);
+  sums.x *= in.scale, sums.y *= in.scale, sums.z *= in.scale, sums.w *= in.scale;
+  *reinterpret_cast<uint2*>(in.dQ + i) = pack4<T>(sums);
+}
+
+// ---- tensor cores -------------------------------------------------------------------------------
+
+constexpr float kLog2E = 1.44269504088896340736f;
+
+// A block owns 64 keys of a head of K and V (128 for a width of 64), a warp 16 of them (32), and of
+// these dK and dV, which stay in its registers. K and V stay in shared memory. The queries of all
+// heads that share them stream past, 32 at a time, the next ones' Q and d_out while these are
+// multiplied (lesson 3's copies_ahead), with their logarithms and D. Nothing of S x T goes to
+// memory.
+//
+// The logits are computed as their transpose, K Q^T, and so is dP, as V dO^T. For a lane has of a
+// product's result just what it has to hold of a left factor: so P^T and dS^T, rounded, are at once
+// the left factors of dV += P^T dO and dK += dS^T Q, and do not leave the registers.
+//
+// dQ += dS K is a sum over the keys, of which each warp has some. So dS^T goes through shared
+// memory, after a barrier all warps read all of it, and each makes a quarter of the columns of dQ.
+// The other blocks have other keys: the parts are added up in memory, in fp32, by atomicAdd, in
+// whatever order the blocks come. These additions are the kernel's weak point: for 64 keys a block
+// adds as many numbers as it reads of Q, and of twice the size.
+//
+// With a causal mask a block begins with the first queries that see its keys. Blocks of the first
+// keys, which have most to do, start first.
+//
+// The words, from primitives/:
+//     copy_swizzled                 starts the copies of a tile to shared memory, where it lies as
+//                                   lesson 3's *swizzled tiles* has it; copy_async those of a piece
+//     load_left, load_right         load fragments of a left and of a right factor by ldmatrix;
+//                                   load_left_transposed and load_right_transposed those of a
+//                                   factor whose transpose is in memory
+//     add_product                   multiplies such fragments, and adds to sums: many mma.sync
+//     pack2<T>(left, right)         two numbers, rounded to T, in one register
+//     to_tile                       rounds a warp's sums, and writes them to a tile
+//     for_pairs                     calls a function for each pair of neighbours among a lane's sums
+//     store_results                 stores a warp's results by way of shared memory, in whole rows;
+//                                   pair_of finds two neighbours among a lane's results
+template <typename T, int kWidth>
+struct MmaTile {
+  static constexpr int kWarps = 4, kThreads = 32 * kWarps;
+  static constexpr int kCount = kWidth == 64 ? 2 : 1;  // matrices of 16 keys that a warp has
+  static constexpr int kOwn = 16 * kCount, kKeys = kWarps * kOwn, kQueries = 32;
+
+  struct Stage {
+    alignas(128) T Q[kQueries * kWidth];
+    T d_out[kQueries * kWidth];
+    float log_sums[kQueries], row_sums[kQueries];
+  };
+  struct Shared {
+    alignas(128) T K[kKeys * kWidth];
+    T V[kKeys * kWidth];
+    T dS[kKeys * kQueries];  // transposed: a row has all queries of a key
+    Stage stages[2];
+  };
+};
+
+// A lane's sums of kCount x 16 rows become left factors whose columns k to k + 15 they are.
+template <typename T, int kCount, int kCols8>
+__device__ __forceinline__ void to_left(unsigned (&a)[kCount][4],
+                                        const float (&sums)[kCount][kCols8][4], int k) {
+  // Registers 0 and 1 of a left factor are the lane's two rows of the left 8 columns, 2 and 3 of
+  // the right 8: the lane has exactly these four pairs of the sums.
+#pragma unroll
+  for (int i = 0; i < 4 * kCount; ++i) {
+    const float* const pair = &sums[i / 4][k / 8 + i / 2 % 2][i % 2 * 2];
+    a[i / 4][i % 4] = pack2<T>(pair[0], pair[1]);
+  }
+}
+
+template <typename T, int kWidth>
+__global__ void __launch_bounds__(MmaTile<T, kWidth>::kThreads, 2)
+    attention_backward_mma(Operands<T> in) {
+  using Tile = MmaTile<T, kWidth>;
+  constexpr int kKeys = Tile::kKeys, kQueries = Tile::kQueries, kThreads = Tile::kThreads;
+  constexpr int kCount = Tile::kCount, kOwn = Tile::kOwn;
+  extern __shared__ __align__(128) char bytes[];
+  auto& shared = *reinterpret_cast<typename Tile::Shared*>(bytes);
+  const int key0 = static_cast<int>(blockIdx.x) * kKeys, kv_head = blockIdx.y, batch = blockIdx.z;
+  const int lane = threadIdx.x % 32, warp = threadIdx.x / 32, warp_key = warp * kOwn;
+  // Matrices of S and T rows, of which a head has kWidth columns.
+  const int kv_heads = in.heads / in.group;
+  const int q_cols = in.heads * kWidth, k_cols = kv_heads * kWidth, k_col = kv_head * kWidth;
+  const size_t q_from = static_cast<size_t>(batch) * in.queries * q_cols;
+  const size_t k_from = static_cast<size_t>(batch) * in.keys * k_cols;
+
+  // A step is a tile of queries of a head. Query s sees key0 if s + keys - queries >= key0.
+  const int first_tile = in.causal ? max(0, key0 + in.queries - in.keys) / kQueries : 0;
+  const int tiles = ceil_div(in.queries, kQueries) - first_tile;
+  const auto head_of = [&](int step) { return kv_head * in.group + step / tiles; };
+  const auto query_of = [&](int step) { return (first_tile + step % tiles) * kQueries; };
+  const auto copy_step = [&](int step) {
+    if (step == 0) {
+      copy_swizzled<kKeys, kWidth, kThreads>(shared.K, in.K + k_from, key0, k_col, in.keys, k_cols);
+      copy_swizzled<kKeys, kWidth, kThreads>(shared.V, in.V + k_from, key0, k_col, in.keys, k_cols);
+    }
+    if (step >= in.group * tiles) return;
+    const int head = head_of(step), query = query_of(step), col = head * kWidth;
+    auto& stage = shared.stages[step % 2];
+    copy_swizzled<kQueries, kWidth, kThreads>(stage.Q, in.Q + q_from, query, col, in.queries,
+                                              q_cols);
+    copy_swizzled<kQueries, kWidth, kThreads>(stage.d_out, in.d_out + q_from, query, col,
+                                              in.queries, q_cols);
+    if (threadIdx.x >= 2 * kQueries) return;
+    const bool is_sum = threadIdx.x >= kQueries;
+    const int i = threadIdx.x % kQueries;
+    const float* const from = is_sum ? in.row_sums : in.log_sums;
+    copy_async<4>((is_sum ? stage.row_sums : stage.log_sums) + i,
+                  from + (static_cast<size_t>(batch) * in.heads + head) * in.queries + query + i,
+                  query + i < in.queries);
+  };
+  auto ahead = copies_ahead<2>(copy_step);
+
+  const float scale = in.scale * kLog2E;
+  float dK[kCount][kWidth / 8][4] = {}, dV[kCount][kWidth / 8][4] = {};
+  for (int step = 0; step < in.group * tiles; ++step) {
+    const int query = query_of(step);
+    const auto& stage = shared.stages[ahead.next() % 2];
+
+    float P[kCount][kQueries / 8][4] = {}, dS[kCount][kQueries / 8][4] = {};
+#pragma unroll
+    for (int k = 0; k < kWidth; k += 16) {
+      unsigned keys[kCount][4], queries[kQueries / 16][4];
+      load_left<kWidth>(keys, shared.K, warp_key, k);
+      load_right_transposed<kWidth>(queries, stage.Q, k, 0);
+      add_product<T>(P, keys, queries);
+    }
+#pragma unroll
+    for (int k = 0; k < kWidth; k += 16) {
+      unsigned values[kCount][4], d_out[kQueries / 16][4];
+      load_left<kWidth>(values, shared.V, warp_key, k);
+      load_right_transposed<kWidth>(d_out, stage.d_out, k, 0);
+      add_product<T>(dS, values, d_out);
+    }
+
+    // From logits and dP to P and dS. The first query of the tile sees the fewest keys. Where it
+    // sees all of the block's, nothing is masked. (A query behind the last one is all zeros, and so
+    // are its parts of the results.)
+    const bool masked = key0 + kKeys > in.limit(query);
+#pragma unroll
+    for (int j = 0; j < kQueries / 8; ++j) {
+#pragma unroll
+      for (int e = 0; e < 2; ++e) {
+        const int q = 8 * j + lane % 4 * 2 + e;
+        const float base = stage.log_sums[q] * kLog2E, row_sum = stage.row_sums[q];
+        const int own_limit = in.limit(query + q) - key0 - warp_key - lane / 4;
+#pragma unroll
+        for (int r = 0; r < 2 * kCount; ++r) {  // the lane's keys, 8 apart
+          float &p = P[r / 2][j][r % 2 * 2 + e], &ds = dS[r / 2][j][r % 2 * 2 + e];
+          p = exp2_approximate(fmaf(p, scale, -base));
+          if (masked && 8 * r >= own_limit) p = 0;
+          ds = p * (ds - row_sum);
+        }
+      }
+    }
+
+    to_tile<kQueries>(shared.dS, warp_key, 0, dS);
+#pragma unroll
+    for (int k = 0; k < kQueries; k += 16) {
+      unsigned left[kCount][4], right[kWidth / 16][4];
+      to_left<T>(left, P, k);
+      load_right<kWidth>(right, stage.d_out, k, 0);
+      add_product<T>(dV, left, right);
+      to_left<T>(left, dS, k);
+      load_right<kWidth>(right, stage.Q, k, 0);
+      add_product<T>(dK, left, right);
+    }
+
+    __syncthreads();  // all of dS^T is there
+    constexpr int kCols = kWidth / Tile::kWarps;
+    float dQ[kQueries / 16][kCols / 8][4] = {};
+#pragma unroll
+    for (int k = 0; k < kKeys; k += 16) {
+      unsigned left[kQueries / 16][4], keys[kCols / 16][4];
+      load_left_transposed<kQueries>(left, shared.dS, 0, k);
+      load_right<kWidth>(keys, shared.K, k, warp * kCols);
+      add_product<T>(dQ, left, keys);
+    }
+    float* const sums = in.dq_sums + q_from + head_of(step) * kWidth;
+    for_pairs(dQ, query, warp * kCols, in.queries, kWidth, [&](int row, int col, float2 pair) {
+      float* const to = sums + static_cast<size_t>(row) * q_cols + col;
+      atomicAdd(to, pair.x);
+      atomicAdd(to + 1, pair.y);
+    });
+  }
+
+  __syncthreads();  // K and V have been read: results take their place
+  store_results<kOwn, kWidth>(shared.V + warp_key * kWidth, in.dV + k_from, key0 + warp_key, k_col,
+                              in.keys, k_cols, [&](int i, int j) {
+                                const float2 pair = pair_of(dV, i, j);
+                                return pack2<T>(pair.x, pair.y);
+                              });
+  store_results<kOwn, kWidth>(shared.K + warp_key * kWidth, in.dK + k_from, key0 + warp_key, k_col,
+                              in.keys, k_cols, [&](int i, int j) {
+                                const float2 pair = pair_of(dK, i, j);
+                                return pack2<T>(in.scale * pair.x, in.scale * pair.y);
+                              });
+}
 
 // -------------------------------------------------------------------------------------------------
 
@@ -84,6 +331,37 @@ struct Table : AttentionBackwardProblem<T> {
             of.scale()};
   }
 
+  // D, and zeros in dq_sums.
+  template <int kWidth>
+  void start() const {
+    const auto rows = static_cast<int64_t>(this->shape.rows());
+    attention_row_sums<T, kWidth>
+        <<<blocks_for(rows, kSumThreads / 32), kSumThreads>>>(operands(), rows);
+  }
+  void finish_dq() const {
+    const auto count = static_cast<int64_t>(this->shape.query_elements());
+    attention_finish_dq<T><<<blocks_for(count, 4 * kSumThreads), kSumThreads>>>(operands(), count);
+  }
+
+  template <int kWidth>
+  void add_lesson_kernels() const {
+    using Mma = MmaTile<T, kWidth>;
+    constexpr int kBytes = sizeof(typename Mma::Shared);
+    allow_shared_bytes(attention_backward_mma<T, kWidth>, kBytes);
+    const AttentionShape& of = this->shape;
+    const dim3 grid(blocks_for(of.keys, Mma::kKeys), static_cast<unsigned>(of.kv_heads),
+                    static_cast<unsigned>(of.batch));
+    this->kernel("tensor cores", Role::ours,
+                 [=, this] {
+                   start<kWidth>();
+                   attention_backward_mma<T, kWidth><<<grid, Mma::kThreads, kBytes>>>(operands());
+                   finish_dq();
+                 })
+        .needs(80)
+        .needs_shared(kBytes);
+  }
+
+ private:
   Buffer<float> row_sums, dq_sums;  // workspace of all rows
 };
 
@@ -96,6 +374,18 @@ void add_table(Lesson& lesson, cublasHandle_t blas, const std::string& type, Att
   tables.push_back(table);
   const auto library = std::make_shared<LibraryAttentionBackward<T>>(blas, *table);
   table->kernel("library", Role::library, [library] { (*library)(); });
+  switch (shape.width) {
+    case 64:
+      table->template add_lesson_kernels<64>();
+      break;
+    case 128:
+      table->template add_lesson_kernels<128>();
+      break;
+    default:
+      lesson.note("These kernels have widths of 64 and 128.");
+  }
+  table->problem.compare("tensor cores", "library",
+                         name + ": without S x T numbers in memory: % times as fast.");
 }
 
 int main(int argc, char** argv) {
