@@ -19,7 +19,9 @@
 //     tensor cores         a block owns keys, and dK and dV in its registers; Q and dO stream past,
 //                          products by mma.sync; dQ is added up in memory by atomicAdd
 //
-// --causal and --full print one of the two tables.
+// --causal and --full print one of the two tables. --hard-rows makes the logits of most queries
+// hard: some are as large as 2^17 or 2^18 times the scale, which for a width of 64 is 16384 or
+// 32768.
 
 #include <algorithm>
 #include <cmath>
@@ -304,7 +306,8 @@ template <typename T>
 struct Table : AttentionBackwardProblem<T> {
   Table(Lesson& lesson, cublasHandle_t blas, const std::string& name, const AttentionShape& shape,
         std::function<void(double)> report)
-      : AttentionBackwardProblem<T>(lesson, blas, name, shape, std::move(report)),
+      : AttentionBackwardProblem<T>(lesson, blas, name, shape, std::move(report),
+                                    lesson.flag("--hard-rows")),
         row_sums(this->problem.template output<float>(shape.rows())),
         dq_sums(this->problem.template output<float>(shape.query_elements())) {}
 
@@ -413,7 +416,8 @@ int main(int argc, char** argv) {
                     .cpu = 1}},
        .flags = {{"--causal", "only the table with the causal mask"},
                  {"--full", "only the table without it"},
-                 {"--fp16", "fp16 in place of bf16"}}});
+                 {"--fp16", "fp16 in place of bf16"},
+                 {"--hard-rows", "logits of up to 2^18 scale in most rows"}}});
   AttentionShape shape;
   shape.queries = lesson.n();
   shape.width = lesson.option("--width");
@@ -427,6 +431,9 @@ int main(int argc, char** argv) {
   shape.batch = or_else("--batch", lesson.on_cpu() ? 1 : 16384 / shape.queries);
   if (shape.heads % shape.kv_heads != 0) {
     fail(kBadUsage, "--kv-heads has to be a divisor of --heads");
+  }
+  if (lesson.flag("--hard-rows") && shape.width < kSpecialWidth) {
+    fail(kBadUsage, "--hard-rows needs a width of at least %d", static_cast<int>(kSpecialWidth));
   }
 
   Cublas blas;

@@ -56,13 +56,14 @@ __device__ void put(__nv_bfloat16& to, float value) { to = __float2bfloat16_rn(v
 
 /// One thread a query and head.
 template <typename T>
-__global__ void make_queries_hard(T* Q, size_t rows, int64_t queries, int64_t heads, int width) {
+__global__ void make_queries_hard(T* Q, size_t rows, int64_t queries, int64_t heads, int width,
+                                  bool infinities) {
   const size_t row = static_cast<size_t>(blockIdx.x) * blockDim.x + threadIdx.x;
   if (row >= rows) return;
   T* own = Q + row * width;
   const auto s = static_cast<int64_t>(row / heads % queries), h = static_cast<int64_t>(row % heads);
   const auto kind = (s + h) % 4;
-  const bool only_infinite = (s + h) % 8 == 7 && s / 16 % 2 == 0;
+  const bool only_infinite = infinities && (s + h) % 8 == 7 && s / 16 % 2 == 0;
   const bool grows = kind == 3 && s / 16 % 2 == 1 && s / 8 % 2 == s / 32 % 2;
   put(own[0], kind == 0 ? 256 : 0);
   put(own[1], kind == 1 ? 64 : 0);
@@ -75,7 +76,8 @@ __global__ void make_queries_hard(T* Q, size_t rows, int64_t queries, int64_t he
 
 /// One thread a key and head.
 template <typename T>
-__global__ void make_keys_hard(T* K, size_t rows, int64_t keys, int64_t kv_heads, int width) {
+__global__ void make_keys_hard(T* K, size_t rows, int64_t keys, int64_t kv_heads, int width,
+                               float least) {
   const size_t row = static_cast<size_t>(blockIdx.x) * blockDim.x + threadIdx.x;
   if (row >= rows) return;
   T* own = K + row * width;
@@ -83,7 +85,7 @@ __global__ void make_keys_hard(T* K, size_t rows, int64_t keys, int64_t kv_heads
   const bool last = t == keys - 1;
   put(own[0], last ? 1024 : t % 2 == 0 ? 512 : -512);
   put(own[1], 128);
-  put(own[2], t % 3 == 1 && !last ? -INFINITY : 0);
+  put(own[2], t % 3 == 1 && !last ? least : 0);
   put(own[3], static_cast<float>(t % 8));
   put(own[4], 1);
   put(own[5], t == 0 ? 1024 : 0);
@@ -222,13 +224,13 @@ void reference_attention(cublasHandle_t blas, const T* Q, const T* K, const T* V
 }
 
 template <typename T>
-void make_hard(T* Q, T* K, const AttentionShape& shape) {
+void make_hard(T* Q, T* K, const AttentionShape& shape, bool infinities) {
   const int width = static_cast<int>(shape.width);
   const size_t keys = shape.key_elements() / width;
   make_queries_hard<T><<<primitives::blocks_for(static_cast<int64_t>(shape.rows()), 256), 256>>>(
-      Q, shape.rows(), shape.queries, shape.heads, width);
+      Q, shape.rows(), shape.queries, shape.heads, width, infinities);
   make_keys_hard<T><<<primitives::blocks_for(static_cast<int64_t>(keys), 256), 256>>>(
-      K, keys, shape.keys, shape.kv_heads, width);
+      K, keys, shape.keys, shape.kv_heads, width, infinities ? -INFINITY : kLeastFactor);
   CUDA_CHECK(cudaGetLastError());
 }
 
@@ -267,7 +269,7 @@ template void reference_attention(cublasHandle_t, const __nv_bfloat16*, const __
                                   const AttentionShape&);
 template void reference_attention(cublasHandle_t, const double*, const double*, const double*,
                                   double*, double*, double*, const AttentionShape&);
-template void make_hard(half*, half*, const AttentionShape&);
-template void make_hard(__nv_bfloat16*, __nv_bfloat16*, const AttentionShape&);
+template void make_hard(half*, half*, const AttentionShape&, bool);
+template void make_hard(__nv_bfloat16*, __nv_bfloat16*, const AttentionShape&, bool);
 
 }  // namespace problems

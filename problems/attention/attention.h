@@ -105,10 +105,13 @@ void reference_attention(cublasHandle_t blas, const T* Q, const T* K, const T* V
 ///         room for up to a width of 128. A thread has rows of both eights, of which one grows
 /// and for every query every third key but the last has the logit -infinity. To that end the first
 /// kSpecialWidth columns of K hold such factors, and those of Q choose of them. No product is 0
-/// times infinity, and sums of infinities have one sign: nothing becomes NaN.
+/// times infinity, and sums of infinities have one sign: nothing becomes NaN. Gradients would: a key
+/// with an infinite element is a factor of dQ. Without `infinities` no query has only logits of
+/// -infinity, and in place of the others are logits kLeastFactor scale lower, whose e^ is 0, too.
 inline constexpr int64_t kSpecialWidth = 6;
+inline constexpr float kLeastFactor = -49152;
 template <typename T>
-void make_hard(T* Q, T* K, const AttentionShape& shape);
+void make_hard(T* Q, T* K, const AttentionShape& shape, bool infinities = true);
 
 /// A table of attention: its buffers, and what its rows are held to: out, and lse.
 template <typename T>

@@ -173,9 +173,10 @@ double check_gradients(cublasHandle_t blas, const AttentionShape& shape) {
 
 }  // namespace
 
-GradientTolerances attention_gradient_tolerances(const AttentionShape& shape, double u) {
+GradientTolerances attention_gradient_tolerances(const AttentionShape& shape, double u, bool hard) {
   const double width = dot_tolerance(shape.width, tensor_core_sum(shape.width), 0);
-  const double units = std::sqrt((3 * 16 * 16 + 4 * 4) / 3.0);
+  const double largest = hard ? 0x1p18 * shape.scale() : 16;
+  const double units = std::sqrt((3 * largest * largest + 4 * 4) / 3);
   const double of_P = kLogitStandard * width + 4 * units * kRoundoffFp32;
   const int64_t rows = shape.queries * shape.group();
   const auto product = [&](int64_t terms, double u_in) {
@@ -266,7 +267,7 @@ template <typename T>
 AttentionBackwardProblem<T>::AttentionBackwardProblem(Lesson& lesson, cublasHandle_t blas,
                                                       const std::string& name,
                                                       const AttentionShape& shape,
-                                                      std::function<void(double)> report)
+                                                      std::function<void(double)> report, bool hard)
     : shape(shape),
       problem(declare_attention(lesson, name, shape, type_of<T>, attention_backward_work(shape))),
       Q(problem.input<T>(shape.query_elements(), kQueryRange)),
@@ -279,6 +280,10 @@ AttentionBackwardProblem<T>::AttentionBackwardProblem(Lesson& lesson, cublasHand
       dK(problem.output<T>(shape.key_elements())),
       dV(problem.output<T>(shape.key_elements())),
       uncancelled(std::make_shared<UncancelledGradients>()) {
+  if (hard && shape.width < kSpecialWidth) {
+    fail(kBadUsage, "hard rows need a width of at least %d", static_cast<int>(kSpecialWidth));
+  }
+  if (hard) problem.adjust_inputs([shape, Q = Q, K = K] { make_hard<T>(Q, K, shape, false); });
   if (shape.keys == 1) {
     one_key = OneKey{problem.output<float>(dQ.size()), problem.output<float>(dK.size())};
   }
@@ -308,7 +313,7 @@ AttentionBackwardProblem<T>::AttentionBackwardProblem(Lesson& lesson, cublasHand
         }
       });
   const auto [tolerance_dQ, tolerance_dK, tolerance_dV] = attention_gradient_tolerances(
-      shape, type_of<T> == Type::bf16 ? kRoundoffBf16 : kRoundoffFp16);
+      shape, type_of<T> == Type::bf16 ? kRoundoffBf16 : kRoundoffFp16, hard);
   const auto unit = [&](const double& of) {
     return std::shared_ptr<const double>(uncancelled, &of);
   };

@@ -23,7 +23,8 @@ namespace problems {
 ///   P      its relative error is the absolute one of logit - log_sum: that of the logits, as in
 ///          attention_tolerance(), once and not twice, as the sum comes from forward; and in units
 ///          of fp32's roundoff the rounding of the logarithm, its factor log2(e) and the
-///          difference, of up to 16 each, and exp (4)
+///          difference, of up to 16 each, and exp (4). Hard rows (make_hard) have logits of up to
+///          2^18 scale in the place of 16, and no errors of sums: of their factors few are not 0
 ///   dV     P is rounded by u before the product over the queries of all heads that share V, one
 ///          factor of two (u / sqrt(2) for dot_tolerance()); the result is rounded by u
 ///   dP     a sum over the width: dot_tolerance() of tensor cores
@@ -39,7 +40,8 @@ namespace problems {
 struct GradientTolerances {
   double dQ, dK, dV;
 };
-GradientTolerances attention_gradient_tolerances(const AttentionShape& shape, double u);
+GradientTolerances attention_gradient_tolerances(const AttentionShape& shape, double u,
+                                                 bool hard = false);
 
 /// The least work of a backward pass: five products for forward's two; every input and output once.
 Work attention_backward_work(const AttentionShape& shape);
@@ -73,9 +75,11 @@ UncancelledGradients reference_attention_backward(cublasHandle_t blas, const T* 
 template <typename T>
 struct AttentionBackwardProblem {
   /// `report` is told how far the reference's gradients are from finite differences
-  /// (problems/gradient_check.h).
+  /// (problems/gradient_check.h). `hard`: see make_hard(), without infinities, for a width of
+  /// kSpecialWidth or more.
   AttentionBackwardProblem(Lesson& lesson, cublasHandle_t blas, const std::string& name,
-                           const AttentionShape& shape, std::function<void(double)> report);
+                           const AttentionShape& shape, std::function<void(double)> report,
+                           bool hard = false);
 
   /// Adds a row that writes dQ, dK and dV.
   template <class Launch>  // or ways
