@@ -13,10 +13,8 @@ namespace {
 
 double as_double(int64_t count) { return static_cast<double>(count); }
 
-/// A warp owns a row of `keys`: dP becomes P (dP - D), where D = sum of P dP. Of squares, whose
-/// `sign` is 1, it becomes P (dP + D).
-__global__ void gradients_of_logits(const double* P, double* dP, int64_t rows, int64_t keys,
-                                    double sign) {
+/// A warp owns a row of `keys`: dP becomes dS = P (dP - D), where D = sum of P dP.
+__global__ void gradients_of_logits(const double* P, double* dP, int64_t rows, int64_t keys) {
   const int lane = threadIdx.x % 32;
   const int64_t row = static_cast<int64_t>(blockIdx.x) * (blockDim.x / 32) + threadIdx.x / 32;
   if (row >= rows) return;
@@ -25,7 +23,27 @@ __global__ void gradients_of_logits(const double* P, double* dP, int64_t rows, i
   double sum = 0;
   for (int64_t t = lane; t < keys; t += 32) sum += p[t] * own[t];
   sum = warp_sum(sum);
-  for (int64_t t = lane; t < keys; t += 32) own[t] = p[t] * (own[t] + sign * sum);
+  for (int64_t t = lane; t < keys; t += 32) own[t] = p[t] * (own[t] - sum);
+}
+
+/// A warp owns a row of `keys`: P becomes its square, and dS the square of the size of its errors,
+/// in units of dS where it does not cancel. (2 dS^2 + (P d)^2) / 3, as dS and the result are rounded
+/// in units of themselves, and out in units of its own elements: d^2 = sum of (d_out out)^2.
+__global__ void squares_of_terms(double* P, double* dS, const double* out, const double* d_out,
+                                 int64_t rows, int64_t keys, int64_t width, int64_t stride) {
+  const int lane = threadIdx.x % 32;
+  const int64_t row = static_cast<int64_t>(blockIdx.x) * (blockDim.x / 32) + threadIdx.x / 32;
+  if (row >= rows) return;
+  double sum = 0;
+  for (int64_t i = lane; i < width; i += 32) {
+    const double term = out[row * stride + i] * d_out[row * stride + i];
+    sum += term * term;
+  }
+  sum = warp_sum(sum);
+  for (int64_t i = row * keys + lane; i < (row + 1) * keys; i += 32) {
+    P[i] *= P[i];
+    dS[i] = (2 * dS[i] * dS[i] + P[i] * sum) / 3;
+  }
 }
 
 /// One thread an element.
@@ -56,28 +74,38 @@ struct BackwardHead {
   double *dQ, *dK, *dV;
 };
 
-/// Adds what `rows` queries of a head make of dK and dV; `first`: these are not there yet. P and dP
-/// are (rows, keys); dP becomes dS. Of squares of everything, with sign = 1 and the square of the
-/// scale, the results are the sums of the terms' squares.
-void add_gradients(cublasHandle_t blas, const BackwardHead& in, const double* P, double* dP,
-                   const AttentionShape& shape, int64_t rows, bool first, double sign,
-                   double scale) {
-  const int q_stride = static_cast<int>(shape.heads * shape.width),
-            k_stride = static_cast<int>(shape.kv_heads * shape.width),
-            keys = static_cast<int>(shape.keys), width = static_cast<int>(shape.width),
-            queries = static_cast<int>(rows);
-  const double one = 1, zero = 0, before = first ? 0 : 1;
-  // Row-major matrices are their transposes for cuBLAS.
-  CUBLAS_CHECK(cublasDgemm(blas, CUBLAS_OP_N, CUBLAS_OP_T, width, keys, queries, &one, in.d_out,
-                           q_stride, P, keys, &before, in.dV, k_stride));
-  CUBLAS_CHECK(cublasDgemm(blas, CUBLAS_OP_T, CUBLAS_OP_N, keys, queries, width, &one, in.V,
-                           k_stride, in.d_out, q_stride, &zero, dP, keys));
-  gradients_of_logits<<<primitives::blocks_for(rows, 8), 256>>>(P, dP, rows, shape.keys, sign);
+/// What cuBLAS has to know of a head's matrices. Row-major ones are their transposes for cuBLAS.
+struct HeadExtents {
+  int q_stride, k_stride, keys, width, queries;
+
+  HeadExtents(const AttentionShape& shape, int64_t rows)
+      : q_stride(static_cast<int>(shape.heads * shape.width)),
+        k_stride(static_cast<int>(shape.kv_heads * shape.width)),
+        keys(static_cast<int>(shape.keys)),
+        width(static_cast<int>(shape.width)),
+        queries(static_cast<int>(rows)) {}
+};
+
+/// dS (rows, keys) of `rows` queries of a head, from P.
+void logit_gradients(cublasHandle_t blas, const BackwardHead& in, const double* P, double* dS,
+                     const HeadExtents& of) {
+  const double one = 1, zero = 0;
+  CUBLAS_CHECK(cublasDgemm(blas, CUBLAS_OP_T, CUBLAS_OP_N, of.keys, of.queries, of.width, &one,
+                           in.V, of.k_stride, in.d_out, of.q_stride, &zero, dS, of.keys));
+  gradients_of_logits<<<primitives::blocks_for(of.queries, 8), 256>>>(P, dS, of.queries, of.keys);
   CUDA_CHECK(cudaGetLastError());
-  CUBLAS_CHECK(cublasDgemm(blas, CUBLAS_OP_N, CUBLAS_OP_N, width, queries, keys, &scale, in.K,
-                           k_stride, dP, keys, &zero, in.dQ, q_stride));
-  CUBLAS_CHECK(cublasDgemm(blas, CUBLAS_OP_N, CUBLAS_OP_T, width, keys, queries, &scale, in.Q,
-                           q_stride, dP, keys, &before, in.dK, k_stride));
+}
+
+/// dQ, and what these queries add to dK and dV; `first`: nothing is there yet.
+void add_products(cublasHandle_t blas, const BackwardHead& in, const double* P, const double* dS,
+                  const HeadExtents& of, double scale, bool first) {
+  const double one = 1, zero = 0, before = first ? 0 : 1;
+  CUBLAS_CHECK(cublasDgemm(blas, CUBLAS_OP_N, CUBLAS_OP_N, of.width, of.queries, of.keys, &scale,
+                           in.K, of.k_stride, dS, of.keys, &zero, in.dQ, of.q_stride));
+  CUBLAS_CHECK(cublasDgemm(blas, CUBLAS_OP_N, CUBLAS_OP_T, of.width, of.keys, of.queries, &scale,
+                           in.Q, of.q_stride, dS, of.keys, &before, in.dK, of.k_stride));
+  CUBLAS_CHECK(cublasDgemm(blas, CUBLAS_OP_N, CUBLAS_OP_T, of.width, of.keys, of.queries, &one,
+                           in.d_out, of.q_stride, P, of.keys, &before, in.dV, of.k_stride));
 }
 
 /// In place, on the device.
@@ -220,9 +248,9 @@ UncancelledGradients reference_attention_backward(cublasHandle_t blas, const T* 
   const int64_t kv_elements = shape.keys * shape.kv_heads * d;
   const double scale = 1 / std::sqrt(as_double(d));
   Scratch<double> K64(kv_elements), V64(kv_elements), Q64(chunk * q_row), d_out64(chunk * q_row);
-  Scratch<double> out(chunk * q_row), lse(chunk), P(chunk * shape.keys), dP(chunk * shape.keys);
+  Scratch<double> out(chunk * q_row), lse(chunk), P(chunk * shape.keys), dS(chunk * shape.keys);
 
-  // `squares`: of all that goes in, and so of the terms of all that comes out.
+  // `squares`: of the factors, and so of the terms of the results.
   const auto all = [&](const GradientsFp64& to, bool squares) {
     for (int64_t b = 0; b < shape.batch; ++b) {
       for (int64_t first = 0; first < shape.queries; first += chunk) {
@@ -238,19 +266,25 @@ UncancelledGradients reference_attention_backward(cublasHandle_t blas, const T* 
           }
           attend_fp64(blas, {Q64 + own, K64 + shared, V64 + shared}, P, out + own, lse, shape,
                       first, rows);
+          const BackwardHead head = {Q64 + own,
+                                     K64 + shared,
+                                     V64 + shared,
+                                     d_out64 + own,
+                                     to.dQ + from + own,
+                                     to.dK + b * kv_elements + shared,
+                                     to.dV + b * kv_elements + shared};
+          const HeadExtents of(shape, rows);
+          logit_gradients(blas, head, P, dS, of);
           if (squares) {
-            square_all(P, rows * shape.keys);
+            squares_of_terms<<<primitives::blocks_for(rows, 8), 256>>>(P, dS, out + own, head.d_out,
+                                                                       rows, shape.keys, d, q_row);
+            CUDA_CHECK(cudaGetLastError());
             square_all(K64, kv_elements);
-            square_all(V64, kv_elements);
             square_all(Q64, rows * q_row);
             square_all(d_out64, rows * q_row);
           }
-          const bool is_first = first == 0 && h % shape.group() == 0;
-          add_gradients(blas,
-                        {Q64 + own, K64 + shared, V64 + shared, d_out64 + own, to.dQ + from + own,
-                         to.dK + b * kv_elements + shared, to.dV + b * kv_elements + shared},
-                        P, dP, shape, rows, is_first, squares ? 1 : -1,
-                        squares ? scale * scale : scale);
+          add_products(blas, head, P, dS, of, squares ? scale * scale : scale,
+                       first == 0 && h % shape.group() == 0);
         }
       }
     }
