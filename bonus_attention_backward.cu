@@ -31,7 +31,9 @@
 
 #include "primitives/approximate.cuh"
 #include "primitives/async_copy.cuh"
+#include "primitives/early_launch.cuh"
 #include "primitives/fragments.cuh"
+#include "primitives/hopper/pipeline.cuh"
 #include "primitives/launch.h"
 #include "primitives/neighbours.cuh"
 #include "primitives/row_parts.cuh"
@@ -75,15 +77,17 @@ struct Operands {
 constexpr int kSumThreads = 256;
 
 template <typename T, int kWidth>
-__global__ void __launch_bounds__(kSumThreads) attention_row_sums(Operands<T> in, int64_t rows) {
+__global__ void __launch_bounds__(kSumThreads)
+    attention_row_sums(Operands<T> in, int64_t rows, int64_t rows_of_sums) {
   constexpr int kOwn = kWidth / 32;
   const int lane = threadIdx.x % 32;
   const int64_t row = static_cast<int64_t>(blockIdx.x) * (kSumThreads / 32) + threadIdx.x / 32;
-  if (row >= rows) return;
+  if (row >= rows_of_sums) return;
   const int64_t from = row * kWidth + kOwn * lane;
+  *reinterpret_cast<Neighbours<float, kOwn>*>(in.dq_sums + from) = {};
+  if (row >= rows) return;
   const auto out = *reinterpret_cast<const Neighbours<T, kOwn>*>(in.out + from);
   const auto d_out = *reinterpret_cast<const Neighbours<T, kOwn>*>(in.d_out + from);
-  *reinterpret_cast<Neighbours<float, kOwn>*>(in.dq_sums + from) = {};
   float sum = 0;
 #pragma unroll
   for (int i = 0; i < kOwn; ++i) {
@@ -300,6 +304,344 @@ __global__ void __launch_bounds__(MmaTile<T, kWidth>::kThreads, 2)
                               });
 }
 
+// ---- warp specialization ------------------------------------------------------------------------
+
+// A block owns 128 keys of a head of K and V, and its dK and dV. A producer warp has the copy engine
+// bring K and V once, and then tiles of Q and d_out to the stages of a pipeline; it loads the
+// tile's logarithms and D itself. Two consumers, a warpgroup each, have 64 of the keys. What was
+// said of *tensor cores* holds here: P^T and dS^T are computed, and are left factors in registers.
+// By wgmma a warpgroup multiplies its 64 keys by all queries of a tile at a time, and the right
+// factors are read where they lie: Q and d_out along their rows for the logits and for dP, and
+// across them for dV and dK.
+//
+// For dQ, which is summed over the keys of both consumers, dS^T is the left factor in shared memory
+// that wgmma reads transposed. Each consumer computes 64 queries by 64 columns of it: with a width
+// of 64 a tile has 128 queries, of which each has half; with a width of 128 it has 64, and each has
+// half of the columns. There are two places for dS^T. So a consumer that writes the next step's
+// only has to know that the other one has come as far as this step's barrier.
+//
+// While the products for dV run, a consumer computes dS; while those for dK run, it adds its part
+// of dQ to the sums in memory. dS is computed from P as the tensor cores get it, rounded: the
+// registers of P itself are free by then.
+//
+// No one but attention_finish_parts reads the sums. So they lie in memory as they lie in registers:
+// a part is 64 x 64 numbers, element i / 4 of thread t is four numbers, and for each i / 4 those of
+// a consumer's 128 threads are neighbours. *warp specialization* adds them from the registers, by a
+// vector reduction of 16 bytes a thread.
+//
+// *reduce-add* leaves that to the copy engine. The consumer writes its part to shared memory, and
+// goes on; the copy engine adds the 16 KB to the sums in memory.
+//
+// The words are those of the forward lesson at *warp specialization*, and these:
+//     Box, LeftTile                 rows of 128 bytes in shared memory, as the copy engine brings
+//                                   them and wgmma reads them
+//     launch_early                  starts a kernel while the last blocks of the one before are
+//                                   still running; wait_for_previous_kernel() waits for their
+//                                   results
+//     store_box                     has the copy engine store a box
+template <int kWidth>
+struct HopperTile {
+  static constexpr int kKeys = 128, kQueries = kWidth == 64 ? 128 : 64, kBoxes = kWidth / kBoxCols;
+  static constexpr int kStages = 2, kThreads = 384;
+  static constexpr int kPartFloats = 64 * 64;  // of dQ: what a consumer has of a tile of queries
+};
+
+template <typename T, int kWidth>
+struct HopperShared : HopperTile<kWidth> {
+  using Tile = HopperTile<kWidth>;
+  struct Stage {
+    static constexpr int kLoaded = 2 * Tile::kQueries * kWidth * sizeof(T);  // by the copy engine
+    Box<T, Tile::kQueries> Q[Tile::kBoxes], d_out[Tile::kBoxes];
+    float log_sums[Tile::kQueries], row_sums[Tile::kQueries];
+  };
+  LeftTile<T, Tile::kKeys> K[Tile::kBoxes], V[Tile::kBoxes];
+  Box<T, Tile::kKeys> dS[2][Tile::kQueries / 64];     // transposed: 128 keys by 64 queries each
+  float4 parts[2][Tile::kPartFloats / 4 / 128][128];  // of dQ, of each consumer
+  Pipeline<Stage, Tile::kStages> pipeline;
+  Barrier KV_full;
+};
+
+// As the copy engine sees them: matrices (S or T, heads * width), one a batch.
+struct HopperMaps {
+  CUtensorMap Q, d_out, K, V, dK, dV;
+};
+
+// Where in dq_sums part `part` of tile `tile` of a head lies, in float4.
+template <typename T, int kWidth>
+__device__ inline size_t part_at(const Operands<T>& in, int batch, int head, int tile, int part) {
+  const int tiles = ceil_div(in.queries, HopperTile<kWidth>::kQueries);
+  return (((static_cast<size_t>(batch) * in.heads + head) * tiles + tile) * 2 + part) *
+         (HopperTile<kWidth>::kPartFloats / 4);
+}
+
+#if HOPPER_CODE
+// Adds four numbers to four neighbours in memory, each for itself. PTX ISA, "red".
+__device__ inline void add_quad(float4* to, float4 sums) {
+#ifdef CUDA_CPU
+  atomicAdd(&to->x, sums.x), atomicAdd(&to->y, sums.y);
+  atomicAdd(&to->z, sums.z), atomicAdd(&to->w, sums.w);
+#else
+  asm volatile("red.relaxed.gpu.global.add.v4.f32 [%0], {%1, %2, %3, %4};" ::"l"(to), "f"(sums.x),
+               "f"(sums.y), "f"(sums.z), "f"(sums.w)
+               : "memory");
+#endif
+}
+
+template <typename T, int kWidth>
+struct HopperBlock : HopperTile<kWidth> {
+  using Tile = HopperTile<kWidth>;
+  using Shared = HopperShared<T, kWidth>;
+  using Stage = typename Shared::Stage;
+  using Product = Sum<Tile::kQueries>;                   // 64 keys by a tile's queries
+  using Factor = LeftFragments<T, Tile::kQueries / 16>;  // the same, rounded
+  Shared& shared;
+  const HopperMaps& maps;
+  const Operands<T>& in;
+  int key0 = static_cast<int>(blockIdx.x) * Tile::kKeys, kv_head = blockIdx.y, batch = blockIdx.z;
+  int consumer = static_cast<int>(threadIdx.x) / 128 - 1, own_key0 = key0 + 64 * consumer;
+  // The first tile of queries with one that sees key0, and steps of all heads that share the keys.
+  int tile0 = in.causal ? max(0, key0 + in.queries - in.keys) / Tile::kQueries : 0;
+  int tiles = max(0, ceil_div(in.queries, Tile::kQueries) - tile0), steps = tiles * in.group;
+
+  __device__ int head_of(int step) const { return kv_head * in.group + step / tiles; }
+  __device__ int tile_of(int step) const { return tile0 + step % tiles; }
+
+  __device__ HopperBlock(char* bytes, const HopperMaps& of, const Operands<T>& operands)
+      : shared(*reinterpret_cast<Shared*>(bytes)), maps(of), in(operands) {
+    if (threadIdx.x == 0) {
+      prepare(shared.pipeline, 2, 1 + 32);  // the copy engine's bytes, and a warp, fill a stage
+      barrier_init(&shared.KV_full, 1);
+      barrier_init_fence();
+    }
+    __syncthreads();
+  }
+
+  // The producer warp. One thread starts the copies; all load logarithms and D. Where there is no
+  // query, and where a query sees no key or only logits of -infinity, P has to be 0: the logarithm
+  // becomes +infinity.
+  __device__ void bring() const {
+    const int lane = threadIdx.x % 32;
+    const uint64_t policy = evict_normal();
+    Writer writer(shared.pipeline);
+    if (lane == 0 && steps > 0) {
+      barrier_arrive_expect(&shared.KV_full, sizeof shared.K + sizeof shared.V);
+      for (int box = 0; box < Tile::kBoxes; ++box) {
+        const int col = kv_head * kWidth + kBoxCols * box;
+        tensor_load(shared.K[box].row(0), &maps.K, batch, key0, col, &shared.KV_full, policy);
+        tensor_load(shared.V[box].row(0), &maps.V, batch, key0, col, &shared.KV_full, policy);
+      }
+    }
+    Ring ring{Tile::kStages};
+    for (int step = 0; step < steps; ++step, ring.advance()) {
+      const int query0 = tile_of(step) * Tile::kQueries, head = head_of(step);
+      if (lane == 0) {
+        writer.put([&](Stage& stage, Barrier* arrived) {
+          for (int box = 0; box < Tile::kBoxes; ++box) {
+            const int col = head * kWidth + kBoxCols * box;
+            tensor_load(stage.Q[box].row(0), &maps.Q, batch, query0, col, arrived, policy);
+            tensor_load(stage.d_out[box].row(0), &maps.d_out, batch, query0, col, arrived, policy);
+          }
+        });
+      }
+      __syncwarp();  // the stage is empty
+      if (step == 0) wait_for_previous_kernel();
+      Stage& stage = shared.pipeline.stage(ring.stage);
+      const size_t row = (static_cast<size_t>(batch) * in.heads + head) * in.queries + query0;
+#pragma unroll
+      for (int i = lane; i < Tile::kQueries; i += 32) {
+        const bool exists = query0 + i < in.queries;
+        const float log_sum = exists ? in.log_sums[row + i] : minus_infinity();
+        stage.log_sums[i] = log_sum == minus_infinity() ? -minus_infinity() : log_sum * kLog2E;
+        stage.row_sums[i] = exists ? in.row_sums[row + i] : 0;
+      }
+      barrier_arrive(&shared.pipeline.full[ring.stage]);
+    }
+  }
+
+  // product = left right^T: 64 keys of K or V by the rows of Q or d_out.
+  __device__ __forceinline__ void start_transposed(Product& product,
+                                                   const LeftTile<T, Tile::kKeys>* left,
+                                                   const Box<T, Tile::kQueries>* right) const {
+#pragma unroll
+    for (int box = 0; box < Tile::kBoxes; ++box) {
+      product.template start_product<kSlices>(
+          left[box].rows(64 * consumer), AlongK<T>{descriptor_a(right[box].elements)}, box > 0);
+    }
+  }
+  // Logits become P; for keys that a query does not see it is 0.
+  __device__ __forceinline__ void to_probabilities(Product& P, const Stage& stage,
+                                                   int query0) const {
+    const float scale = in.scale * kLog2E;
+#pragma unroll
+    for (int i = 0; i < P.size(); ++i) {
+      P.elements[i] =
+          exp2_approximate(fmaf(P.elements[i], scale, -stage.log_sums[Product::col(i)]));
+    }
+    if (own_key0 + 64 <= in.limit(query0)) return;
+#pragma unroll
+    for (int i = 0; i < P.size(); ++i) {
+      if (own_key0 + Product::row(i) >= in.limit(query0 + Product::col(i))) P.elements[i] = 0;
+    }
+  }
+  // A sum, rounded, is a left factor where it is: element for element.
+  __device__ __forceinline__ static void to_factor(Factor& factor, const Product& sum) {
+#pragma unroll
+    for (int i = 0; i < sum.size(); i += 2) {
+      factor.slices[i / 8][i / 2 % 4] = pack2<T>(sum.elements[i], sum.elements[i + 1]);
+    }
+  }
+  // dP becomes dS = P (dP - D).
+  __device__ __forceinline__ static void to_gradients(Product& dS, const Factor& P,
+                                                      const Stage& stage) {
+#pragma unroll
+    for (int i = 0; i < dS.size(); i += 2) {
+      const auto& pair = reinterpret_cast<const T(&)[2]>(P.slices[i / 8][i / 2 % 4]);
+#pragma unroll
+      for (int j = 0; j < 2; ++j) {
+        const float row_sum = stage.row_sums[Product::col(i + j)];
+        dS.elements[i + j] = static_cast<float>(pair[j]) * (dS.elements[i + j] - row_sum);
+      }
+    }
+  }
+  // The consumer's part of dQ = dS K, of all 128 keys.
+  __device__ __forceinline__ void start_part(Sum<64>& part, int step) const {
+    const bool halves = kWidth == 64;  // of the queries, or else of the columns
+    part.template start_product<Tile::kKeys / 16>(
+        shared.dS[step % 2][halves ? consumer : 0].across_k(),
+        shared.K[halves ? 0 : consumer].across_k(), false);
+  }
+  template <bool kByEngine>
+  __device__ __forceinline__ void add_part(const Sum<64>& part, int step) const {
+    const int thread = threadIdx.x % 128;
+    float4* const to = reinterpret_cast<float4*>(in.dq_sums) +
+                       part_at<T, kWidth>(in, batch, head_of(step), tile_of(step), consumer);
+    const auto quad = [&](int i) {
+      const float* const of = &part.elements[4 * i];
+      return make_float4(of[0], of[1], of[2], of[3]);
+    };
+    if constexpr (!kByEngine) {
+#pragma unroll
+      for (int i = 0; i < part.size() / 4; ++i) add_quad(to + 128 * i + thread, quad(i));
+    } else {
+      if (thread == 0) tensor_store_wait_read<0>();
+      named_barrier(2 + consumer, 128);  // the part before has left
+#pragma unroll
+      for (int i = 0; i < part.size() / 4; ++i) shared.parts[consumer][i][thread] = quad(i);
+      shared_fence();
+      named_barrier(2 + consumer, 128);
+      if (thread == 0) {
+        bulk_add(reinterpret_cast<float*>(to), &shared.parts[consumer][0][0].x,
+                 sizeof shared.parts[consumer]);
+        tensor_store_commit();
+      }
+    }
+  }
+  // 64 rows of dK or dV, by way of shared memory that nobody reads any longer.
+  __device__ __forceinline__ void store(const Sum<kWidth>& sum, float factor,
+                                        LeftTile<T, Tile::kKeys>* room,
+                                        const CUtensorMap& map) const {
+#pragma unroll
+    for (int box = 0; box < Tile::kBoxes; ++box) {
+      auto& own = reinterpret_cast<Box<T, 64>&>(*room[box].row(64 * consumer));
+      Sum<kWidth>::store(own, kBoxCols * box, [&](int i) { return factor * sum.elements[i]; });
+    }
+    shared_fence();
+    named_barrier(2 + consumer, 128);
+    if (threadIdx.x % 128 == 0) {
+      for (int box = 0; box < Tile::kBoxes; ++box) {
+        store_box<true>(&map, batch, own_key0, kv_head * kWidth + kBoxCols * box,
+                        room[box].row(64 * consumer), evict_normal());
+      }
+      tensor_store_commit();
+    }
+  }
+};
+#endif
+
+template <typename T, int kWidth, bool kByEngine>
+__global__ void __launch_bounds__(HopperTile<kWidth>::kThreads, 1)
+    attention_backward_hopper(const __grid_constant__ HopperMaps maps,
+                              const __grid_constant__ Operands<T> in) {
+#if HOPPER_CODE
+  extern __shared__ __align__(1024) char bytes[];
+  using Block = HopperBlock<T, kWidth>;
+  const Block block(bytes, maps, in);
+  auto& shared = block.shared;
+  if (warp_of_block() < 4) {
+    registers_shrink_to<24>();
+    if (warp_of_block() == 0) block.bring();
+  } else {
+    registers_grow_to<240>();
+    const BlockGrid<1, 1> alone;
+    Reader reader(shared.pipeline, alone);
+    Sum<kWidth> dK = {}, dV = {};
+    typename Block::Product P, dS;
+    typename Block::Factor P_factor, dS_factor;
+    Sum<64> dQ;
+    constexpr int kOfQueries = Block::kQueries / 16;
+    if (block.steps > 0) barrier_wait(&shared.KV_full, 0);
+    for (int step = 0; step < block.steps; ++step) {
+      auto& stage = reader.wait();
+      block.start_transposed(P, shared.K, stage.Q);
+      block.start_transposed(dS, shared.V, stage.d_out);
+      wgmma_wait<Block::kBoxes>();  // the logits
+      block.to_probabilities(P, stage, block.tile_of(step) * Block::kQueries);
+      block.to_factor(P_factor, P);
+      dV.template start_product<kOfQueries>(P_factor, stage.d_out[0].across_k(), true);
+      wgmma_wait<1>();  // dP
+      block.to_gradients(dS, P_factor, stage);
+      block.to_factor(dS_factor, dS);
+#pragma unroll
+      for (int box = 0; box < Block::kQueries / 64; ++box) {
+        auto& own =
+            reinterpret_cast<Box<T, 64>&>(*shared.dS[step % 2][box].row(64 * block.consumer));
+        dS.store(own, 64 * box, [&](int i) { return dS.elements[i]; });
+      }
+      shared_fence();
+      named_barrier(1, 256);  // all of dS^T is there
+      block.start_part(dQ, step);
+      dK.template start_product<kOfQueries>(dS_factor, stage.Q[0].across_k(), true);
+      wgmma_wait<1>();  // dQ
+      block.template add_part<kByEngine>(dQ, step);
+      wgmma_wait<0>();
+      reader.give_back();
+      reader.next();
+    }
+    named_barrier(1, 256);  // K has been read
+    block.store(dV, 1, shared.V, maps.dV);
+    block.store(dK, in.scale, shared.K, maps.dK);
+    if (threadIdx.x % 128 == 0) tensor_store_wait_read<0>();
+  }
+#endif
+}
+
+// A block of 128 threads owns a part of dQ, and a thread what a consumer's thread had of it.
+template <typename T, int kWidth>
+__global__ void __launch_bounds__(128) attention_finish_parts(Operands<T> in) {
+  using Part = Sum<64>;
+  constexpr int kQueries = HopperTile<kWidth>::kQueries;
+  const int part = blockIdx.x % 2, tile = blockIdx.x / 2, head = blockIdx.y, batch = blockIdx.z;
+  const int query0 = tile * kQueries + (kWidth == 64 ? 64 * part : 0);
+  const int col0 = head * kWidth + (kWidth == 64 ? 0 : 64 * part);
+  wait_for_previous_kernel();
+  const float4* const from = reinterpret_cast<const float4*>(in.dq_sums) +
+                             part_at<T, kWidth>(in, batch, head, tile, part) + threadIdx.x;
+  const size_t rows = static_cast<size_t>(batch) * in.queries;
+#pragma unroll
+  for (int i = 0; i < Part::size() / 4; ++i) {
+    const float4 sums = from[128 * i];
+    const float pairs[2][2] = {{sums.x, sums.y}, {sums.z, sums.w}};
+#pragma unroll
+    for (int half = 0; half < 2; ++half) {  // rows 8 apart
+      const int query = query0 + Part::row(4 * i + 2 * half);
+      if (query >= in.queries) continue;
+      *reinterpret_cast<unsigned*>(in.dQ + (rows + query) * in.heads * kWidth + col0 +
+                                   Part::col(4 * i)) =
+          pack2<T>(in.scale * pairs[half][0], in.scale * pairs[half][1]);
+    }
+  }
+}
+
 // -------------------------------------------------------------------------------------------------
 
 template <typename T>
@@ -309,7 +651,14 @@ struct Table : AttentionBackwardProblem<T> {
       : AttentionBackwardProblem<T>(lesson, blas, name, shape, std::move(report),
                                     lesson.flag("--hard-rows")),
         row_sums(this->problem.template output<float>(shape.rows())),
-        dq_sums(this->problem.template output<float>(shape.query_elements())) {}
+        dq_sums(this->problem.template output<float>(padded_rows() *
+                                                     static_cast<size_t>(shape.width))) {}
+
+  // The rows of dQ, if each head had whole tiles of 128 queries.
+  size_t padded_rows() const {
+    const AttentionShape& of = this->shape;
+    return static_cast<size_t>(of.batch * of.heads * ceil_div(of.queries, int64_t{128}) * 128);
+  }
 
   Operands<T> operands() const {
     const AttentionShape& of = this->shape;
@@ -337,9 +686,9 @@ struct Table : AttentionBackwardProblem<T> {
   // D, and zeros in dq_sums.
   template <int kWidth>
   void start() const {
-    const auto rows = static_cast<int64_t>(this->shape.rows());
-    attention_row_sums<T, kWidth>
-        <<<blocks_for(rows, kSumThreads / 32), kSumThreads>>>(operands(), rows);
+    const auto sums = static_cast<int64_t>(padded_rows());
+    attention_row_sums<T, kWidth><<<blocks_for(sums, kSumThreads / 32), kSumThreads>>>(
+        operands(), static_cast<int64_t>(this->shape.rows()), sums);
   }
   void finish_dq() const {
     const auto count = static_cast<int64_t>(this->shape.query_elements());
@@ -362,6 +711,42 @@ struct Table : AttentionBackwardProblem<T> {
                  })
         .needs(80)
         .needs_shared(kBytes);
+    add_hopper<kWidth, false>("warp specialization");
+    add_hopper<kWidth, true>("reduce-add");
+  }
+
+  template <int kWidth, bool kByEngine>
+  void add_hopper(const char* name) const {
+    using Tile = HopperTile<kWidth>;
+    constexpr int kBytes = sizeof(HopperShared<T, kWidth>);
+    const AttentionShape& of = this->shape;
+    const auto heads = static_cast<unsigned>(of.heads), batch = static_cast<unsigned>(of.batch);
+    const dim3 grid(blocks_for(of.keys, Tile::kKeys), static_cast<unsigned>(of.kv_heads), batch);
+    const dim3 parts(2 * blocks_for(of.queries, Tile::kQueries), heads, batch);
+    const auto kernel = attention_backward_hopper<T, kWidth, kByEngine>;
+    allow_shared_bytes(kernel, kBytes);
+    this->kernel(name, Role::ours,
+                 [=, this] {
+                   start<kWidth>();
+                   launch_early(kernel, grid, Tile::kThreads, kBytes, maps<kWidth>(), operands());
+                   launch_early(attention_finish_parts<T, kWidth>, parts, 128, 0, operands());
+                 })
+        .hopper_only()
+        .needs_shared(kBytes);
+  }
+
+  template <int kWidth>
+  HopperMaps maps() const {
+    using Tile = HopperTile<kWidth>;
+    const AttentionShape& of = this->shape;
+    const auto of_queries = [&](const T* rows) {
+      return batch_map<T>(rows, of.batch, of.queries, of.heads * of.width, Tile::kQueries);
+    };
+    const auto of_keys = [&](const T* rows, unsigned box_rows) {
+      return batch_map<T>(rows, of.batch, of.keys, of.kv_heads * of.width, box_rows);
+    };
+    return {of_queries(this->Q),           of_queries(this->d_out), of_keys(this->K, Tile::kKeys),
+            of_keys(this->V, Tile::kKeys), of_keys(this->dK, 64),   of_keys(this->dV, 64)};
   }
 
  private:
