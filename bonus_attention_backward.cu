@@ -181,7 +181,7 @@ __global__ void __launch_bounds__(MmaTile<T, kWidth>::kThreads, 2)
   using Tile = MmaTile<T, kWidth>;
   constexpr int kKeys = Tile::kKeys, kQueries = Tile::kQueries, kThreads = Tile::kThreads;
   constexpr int kCount = Tile::kCount, kOwn = Tile::kOwn;
-  extern __shared__ __align__(128) char bytes[];
+  extern __shared__ __align__(1024) char bytes[];
   auto& shared = *reinterpret_cast<typename Tile::Shared*>(bytes);
   const int key0 = static_cast<int>(blockIdx.x) * kKeys, kv_head = blockIdx.y, batch = blockIdx.z;
   const int lane = threadIdx.x % 32, warp = threadIdx.x / 32, warp_key = warp * kOwn;
