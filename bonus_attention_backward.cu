@@ -431,21 +431,22 @@ struct HopperBlock : HopperTile<kWidth> {
         tensor_load(shared.V[box].row(0), &maps.V, batch, key0, col, &shared.KV_full, policy);
       }
     }
-    Ring ring{Tile::kStages};
-    for (int step = 0; step < steps; ++step, ring.advance()) {
+    for (int step = 0; step < steps; ++step) {
       const int query0 = tile_of(step) * Tile::kQueries, head = head_of(step);
-      if (lane == 0) {
-        writer.put([&](Stage& stage, Barrier* arrived) {
+      Stage& stage = writer.wait();  // each lane for itself, as it will write
+      Barrier& full = shared.pipeline.full[writer.ring.stage];
+      if (lane > 0) {
+        writer.ring.advance();
+      } else {
+        writer.put([&](Stage& to, Barrier* arrived) {
           for (int box = 0; box < Tile::kBoxes; ++box) {
             const int col = head * kWidth + kBoxCols * box;
-            tensor_load(stage.Q[box].row(0), &maps.Q, batch, query0, col, arrived, policy);
-            tensor_load(stage.d_out[box].row(0), &maps.d_out, batch, query0, col, arrived, policy);
+            tensor_load(to.Q[box].row(0), &maps.Q, batch, query0, col, arrived, policy);
+            tensor_load(to.d_out[box].row(0), &maps.d_out, batch, query0, col, arrived, policy);
           }
         });
       }
-      __syncwarp();  // the stage is empty
       if (step == 0) wait_for_previous_kernel();
-      Stage& stage = shared.pipeline.stage(ring.stage);
       const size_t row = (static_cast<size_t>(batch) * in.heads + head) * in.queries + query0;
 #pragma unroll
       for (int i = lane; i < Tile::kQueries; i += 32) {
@@ -454,7 +455,7 @@ struct HopperBlock : HopperTile<kWidth> {
         stage.log_sums[i] = log_sum == minus_infinity() ? -minus_infinity() : log_sum * kLog2E;
         stage.row_sums[i] = exists ? in.row_sums[row + i] : 0;
       }
-      barrier_arrive(&shared.pipeline.full[ring.stage]);
+      barrier_arrive(&full);
     }
   }
 
