@@ -321,8 +321,7 @@ __global__ void __launch_bounds__(MmaTile<T, kWidth>::kThreads, 2)
 // only has to know that the other one has come as far as this step's barrier.
 //
 // While the products for dV run, a consumer computes dS; while those for dK run, it adds its part
-// of dQ to the sums in memory. dS is computed from P as the tensor cores get it, rounded: the
-// registers of P itself are free by then.
+// of dQ to the sums in memory.
 //
 // No one but attention_finish_parts reads the sums. So they lie in memory as they lie in registers:
 // a part is 64 x 64 numbers, element i / 4 of thread t is four numbers, and for each i / 4 those of
@@ -491,16 +490,17 @@ struct HopperBlock : HopperTile<kWidth> {
       factor.slices[i / 8][i / 2 % 4] = pack2<T>(sum.elements[i], sum.elements[i + 1]);
     }
   }
-  // dP becomes dS = P (dP - D).
-  __device__ __forceinline__ static void to_gradients(Product& dS, const Factor& P,
-                                                      const Stage& stage) {
+  // dP becomes dS = P (dP - D). With a width of 64 the registers of P are needed: there dS is
+  // computed from P as the tensor cores get it, rounded.
+  __device__ __forceinline__ static void to_gradients(Product& dS, const Product& P,
+                                                      const Factor& rounded, const Stage& stage) {
 #pragma unroll
     for (int i = 0; i < dS.size(); i += 2) {
-      const auto& pair = reinterpret_cast<const T(&)[2]>(P.slices[i / 8][i / 2 % 4]);
+      const auto& pair = reinterpret_cast<const T(&)[2]>(rounded.slices[i / 8][i / 2 % 4]);
 #pragma unroll
       for (int j = 0; j < 2; ++j) {
-        const float row_sum = stage.row_sums[Product::col(i + j)];
-        dS.elements[i + j] = static_cast<float>(pair[j]) * (dS.elements[i + j] - row_sum);
+        const float p = kWidth == 64 ? static_cast<float>(pair[j]) : P.elements[i + j];
+        dS.elements[i + j] = p * (dS.elements[i + j] - stage.row_sums[Product::col(i + j)]);
       }
     }
   }
@@ -590,7 +590,7 @@ __global__ void __launch_bounds__(HopperTile<kWidth>::kThreads, 1)
       block.to_factor(P_factor, P);
       dV.template start_product<kOfQueries>(P_factor, stage.d_out[0].across_k(), true);
       wgmma_wait<1>();  // dP
-      block.to_gradients(dS, P_factor, stage);
+      block.to_gradients(dS, P, P_factor, stage);
       block.to_factor(dS_factor, dS);
 #pragma unroll
       for (int box = 0; box < Block::kQueries / 64; ++box) {
