@@ -140,7 +140,7 @@ constexpr float kLog2E = 1.44269504088896340736f;
 //     add_product                   multiplies such fragments, and adds to sums: many mma.sync
 //     pack2<T>(left, right)         two numbers, rounded to T, in one register
 //     to_tile                       rounds a warp's sums, and writes them to a tile
-//     for_pairs                     calls a function for each pair of neighbours among a lane's sums
+//     for_pairs                     calls a function for each pair of neighbours of a lane's sums
 //     store_results                 stores a warp's results by way of shared memory, in whole rows;
 //                                   pair_of finds two neighbours among a lane's results
 template <typename T, int kWidth>

@@ -87,8 +87,9 @@ void attend_fp64(cublasHandle_t blas, const HeadFp64& in, double* logits, double
 double attention_scratch(const AttentionShape& shape);
 
 /// out and lse as they should be. In fp64 the logits of a head may be many gigabytes: so many rows
-/// at a time that they are one. T is a type of the lesson, or double. `uncancelled`, where out has few elements, becomes their rms if the
-/// terms p V did not cancel (see bound_of()), and 0 else.
+/// at a time that they are one. T is half, __nv_bfloat16 or double. `uncancelled`, where out
+/// has few elements, becomes their rms if the terms p V did not cancel (see bound_of()), and 0
+/// else.
 template <typename T>
 void reference_attention(cublasHandle_t blas, const T* Q, const T* K, const T* V, double* out,
                          double* lse, double* uncancelled, const AttentionShape& shape);
@@ -105,9 +106,9 @@ void reference_attention(cublasHandle_t blas, const T* Q, const T* K, const T* V
 ///         room for up to a width of 128. A thread has rows of both eights, of which one grows
 /// and for every query every third key but the last has the logit -infinity. To that end the first
 /// kSpecialWidth columns of K hold such factors, and those of Q choose of them. No product is 0
-/// times infinity, and sums of infinities have one sign: nothing becomes NaN. Gradients would: a key
-/// with an infinite element is a factor of dQ. Without `infinities` no query has only logits of
-/// -infinity, and in place of the others are logits kLeastFactor scale lower, whose e^ is 0, too.
+/// times infinity, and sums of infinities have one sign: nothing becomes NaN. Gradients would, as
+/// a key with an infinite element is a factor of dQ. Without `infinities` no query has only logits
+/// of -infinity, and the other ones are kLeastFactor scale, whose e^ is 0, too.
 inline constexpr int64_t kSpecialWidth = 6;
 inline constexpr float kLeastFactor = -49152;
 template <typename T>

@@ -26,9 +26,9 @@ __global__ void gradients_of_logits(const double* P, double* dP, int64_t rows, i
   for (int64_t t = lane; t < keys; t += 32) own[t] = p[t] * (own[t] - sum);
 }
 
-/// A warp owns a row of `keys`: P becomes its square, and dS the square of the size of its errors,
-/// in units of dS where it does not cancel. (2 dS^2 + (P d)^2) / 3, as dS and the result are rounded
-/// in units of themselves, and out in units of its own elements: d^2 = sum of (d_out out)^2.
+/// A warp owns a row of `keys`: P becomes its square, and dS becomes (2 dS^2 + (P d)^2) / 3. Of the
+/// three roundings by u that the tolerance counts, those of dS and of the result are parts of dS,
+/// and that of out is a part of P d, with d^2 = sum of (d_out out)^2, however much cancels.
 __global__ void squares_of_terms(double* P, double* dS, const double* out, const double* d_out,
                                  int64_t rows, int64_t keys, int64_t width, int64_t stride) {
   const int lane = threadIdx.x % 32;

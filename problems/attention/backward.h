@@ -51,9 +51,9 @@ struct GradientsFp64 {
   double *dQ, *dK, *dV;
 };
 
-/// What the gradients' elements would be (rms) if no terms cancelled, and neither dP and D: in their
-/// units the tolerances are bounds, see bound_of(). A query that sees one key has a dS of 0, but an
-/// error of D.
+/// What the gradients' elements would be (rms) if neither terms cancelled, nor dP and D: in these
+/// units the tolerances are bounds, see bound_of(). A query that sees one key has a dS of 0, but
+/// not an error of 0.
 struct UncancelledGradients {
   double dQ = 0, dK = 0, dV = 0;
 };
