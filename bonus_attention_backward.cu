@@ -175,6 +175,17 @@ __device__ __forceinline__ void to_left(unsigned (&a)[kCount][4],
   }
 }
 
+// Adds to two neighbours in memory, whichever blocks add to them at the same time: one instruction
+// from compute capability 9.0 on.
+__device__ __forceinline__ void add_pair(float* to, float2 pair) {
+#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 900
+  atomicAdd(reinterpret_cast<float2*>(to), pair);
+#else
+  atomicAdd(to, pair.x);
+  atomicAdd(to + 1, pair.y);
+#endif
+}
+
 template <typename T, int kWidth>
 __global__ void __launch_bounds__(MmaTile<T, kWidth>::kThreads, 2)
     attention_backward_mma(Operands<T> in) {
@@ -192,17 +203,18 @@ __global__ void __launch_bounds__(MmaTile<T, kWidth>::kThreads, 2)
   const size_t k_from = static_cast<size_t>(batch) * in.keys * k_cols;
 
   // A step is a tile of queries of a head. Query s sees key0 if s + keys - queries >= key0.
-  const int first_tile = in.causal ? max(0, key0 + in.queries - in.keys) / kQueries : 0;
-  const int tiles = ceil_div(in.queries, kQueries) - first_tile;
-  const auto head_of = [&](int step) { return kv_head * in.group + step / tiles; };
-  const auto query_of = [&](int step) { return (first_tile + step % tiles) * kQueries; };
+  const int first_head = kv_head * in.group, heads_end = first_head + in.group;
+  const int first_query = in.causal ? max(0, key0 + in.queries - in.keys) / kQueries * kQueries : 0;
+  int next_head = first_head, next_query = first_query;  // to be copied
   const auto copy_step = [&](int step) {
     if (step == 0) {
       copy_swizzled<kKeys, kWidth, kThreads>(shared.K, in.K + k_from, key0, k_col, in.keys, k_cols);
       copy_swizzled<kKeys, kWidth, kThreads>(shared.V, in.V + k_from, key0, k_col, in.keys, k_cols);
     }
-    if (step >= in.group * tiles) return;
-    const int head = head_of(step), query = query_of(step), col = head * kWidth;
+    if (next_head == heads_end) return;
+    const int head = next_head, query = next_query, col = head * kWidth;
+    next_query += kQueries;
+    if (next_query >= in.queries) next_query = first_query, ++next_head;
     auto& stage = shared.stages[step % 2];
     copy_swizzled<kQueries, kWidth, kThreads>(stage.Q, in.Q + q_from, query, col, in.queries,
                                               q_cols);
@@ -220,8 +232,7 @@ __global__ void __launch_bounds__(MmaTile<T, kWidth>::kThreads, 2)
 
   const float scale = in.scale * kLog2E;
   float dK[kCount][kWidth / 8][4] = {}, dV[kCount][kWidth / 8][4] = {};
-  for (int step = 0; step < in.group * tiles; ++step) {
-    const int query = query_of(step);
+  for (int head = first_head, query = first_query; head < heads_end;) {
     const auto& stage = shared.stages[ahead.next() % 2];
 
     float P[kCount][kQueries / 8][4] = {}, dS[kCount][kQueries / 8][4] = {};
@@ -283,12 +294,12 @@ __global__ void __launch_bounds__(MmaTile<T, kWidth>::kThreads, 2)
       load_right<kWidth>(keys, shared.K, k, warp * kCols);
       add_product<T>(dQ, left, keys);
     }
-    float* const sums = in.dq_sums + q_from + head_of(step) * kWidth;
+    float* const sums = in.dq_sums + q_from + head * kWidth;
     for_pairs(dQ, query, warp * kCols, in.queries, kWidth, [&](int row, int col, float2 pair) {
-      float* const to = sums + static_cast<size_t>(row) * q_cols + col;
-      atomicAdd(to, pair.x);
-      atomicAdd(to + 1, pair.y);
+      add_pair(sums + static_cast<size_t>(row) * q_cols + col, pair);
     });
+    query += kQueries;
+    if (query >= in.queries) query = first_query, ++head;
   }
 
   __syncthreads();  // K and V have been read: results take their place
