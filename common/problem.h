@@ -90,14 +90,17 @@ struct Dim {
 /// reference is all zeros it is 0 if the output is, too, and infinite if not.
 struct Error {
   double frobenius = 0;  ///< ||out - reference|| / ||reference||
-  double worst = 0;      ///< max |out - reference| / rms(reference): one wrong element shows here
-  double bound = 0;      ///< that both are held to, see bound_of()
+  /// max |out - reference| / rms(reference): one wrong element shows here. See kWorstToFrobenius.
+  double worst = 0;
+  double bound = 0;  ///< that both are held to, see bound_of()
 };
 
 /// An output, its fp64 reference of the same count, and the bound on the relative Frobenius error.
 /// A single element may be off by kWorstToFrobenius times that bound, in units of the reference's
 /// rms: rounding errors of 10^8 elements stay within 6 standard deviations, a wrong element does
-/// not.
+/// not. (Few references have elements of more than kWorstToFrobenius times their rms, as the
+/// gradient of a key that all queries see among those that few see. Such an element is rounded in
+/// units of its own size: it may be off by the bound times itself.)
 struct Check {
   std::shared_ptr<Storage> output, reference;
   double tolerance = 0;

@@ -134,6 +134,15 @@ inline void bulk_store(void* to, const void* from, int bytes,
                        cuda_cpu::Site site = cuda_cpu::Site::here()) {
   cuda_cpu::bulk_store(to, from, bytes, site);
 }
+inline void bulk_add(float* to, const float* from, int bytes,
+                     cuda_cpu::Site site = cuda_cpu::Site::here()) {
+  const cuda_cpu::Reduction add = [](void* sums, const void* floats, std::size_t count) {
+    for (std::size_t i = 0; i < count / sizeof(float); ++i) {
+      atomicAdd(static_cast<float*>(sums) + i, static_cast<const float*>(floats)[i]);
+    }
+  };
+  cuda_cpu::bulk_reduce(add, to, from, bytes, site);
+}
 inline void tensor_store_commit() { cuda_cpu::bulk_commit(); }
 template <int kNewest>
 void tensor_store_wait_read(cuda_cpu::Site site = cuda_cpu::Site::here()) {

@@ -117,6 +117,14 @@ __device__ inline void bulk_store(void* to, const void* from, int bytes) {
                "r"(shared_address(from)), "r"(bytes)
                : "memory");
 }
+/// Adds `bytes` bytes of floats that lie one after the other to those in memory, each for itself,
+/// without a tensor map. Otherwise as bulk_store(). PTX ISA, "cp.reduce.async.bulk".
+__device__ inline void bulk_add(float* to, const float* from, int bytes) {
+  asm volatile(
+      "cp.reduce.async.bulk.global.shared::cta.bulk_group.add.f32 [%0], [%1], %2;" ::"l"(to),
+      "r"(shared_address(from)), "r"(bytes)
+      : "memory");
+}
 __device__ inline void tensor_store_commit() {
   asm volatile("cp.async.bulk.commit_group;" ::: "memory");
 }

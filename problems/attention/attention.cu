@@ -14,13 +14,6 @@ constexpr double kMostLogits = 0x1p27;
 
 double as_double(int64_t count) { return static_cast<double>(count); }
 
-/// Query rows (of one batch element, all heads) that are converted at a time, and whose logits are
-/// computed, a head at a time.
-int64_t rows_at_once(const AttentionShape& shape) {
-  const auto most = static_cast<int64_t>(kMostLogits) / std::max<int64_t>(shape.keys, 1);
-  return std::clamp<int64_t>(most, 1, std::min(shape.queries, kReferenceRows));
-}
-
 /// A warp owns a row of `keys` logits, that of query first + row, and makes it its softmax. Of a
 /// causal query only the first logits count; the last query sees them all.
 __global__ void masked_softmax_fp64(double* logits, double* lse, int64_t rows, int64_t keys,
@@ -63,13 +56,14 @@ __device__ void put(__nv_bfloat16& to, float value) { to = __float2bfloat16_rn(v
 
 /// One thread a query and head.
 template <typename T>
-__global__ void make_queries_hard(T* Q, size_t rows, int64_t queries, int64_t heads, int width) {
+__global__ void make_queries_hard(T* Q, size_t rows, int64_t queries, int64_t heads, int width,
+                                  bool infinities) {
   const size_t row = static_cast<size_t>(blockIdx.x) * blockDim.x + threadIdx.x;
   if (row >= rows) return;
   T* own = Q + row * width;
   const auto s = static_cast<int64_t>(row / heads % queries), h = static_cast<int64_t>(row % heads);
   const auto kind = (s + h) % 4;
-  const bool only_infinite = (s + h) % 8 == 7 && s / 16 % 2 == 0;
+  const bool only_infinite = infinities && (s + h) % 8 == 7 && s / 16 % 2 == 0;
   const bool grows = kind == 3 && s / 16 % 2 == 1 && s / 8 % 2 == s / 32 % 2;
   put(own[0], kind == 0 ? 256 : 0);
   put(own[1], kind == 1 ? 64 : 0);
@@ -82,7 +76,8 @@ __global__ void make_queries_hard(T* Q, size_t rows, int64_t queries, int64_t he
 
 /// One thread a key and head.
 template <typename T>
-__global__ void make_keys_hard(T* K, size_t rows, int64_t keys, int64_t kv_heads, int width) {
+__global__ void make_keys_hard(T* K, size_t rows, int64_t keys, int64_t kv_heads, int width,
+                               float least) {
   const size_t row = static_cast<size_t>(blockIdx.x) * blockDim.x + threadIdx.x;
   if (row >= rows) return;
   T* own = K + row * width;
@@ -90,7 +85,7 @@ __global__ void make_keys_hard(T* K, size_t rows, int64_t keys, int64_t kv_heads
   const bool last = t == keys - 1;
   put(own[0], last ? 1024 : t % 2 == 0 ? 512 : -512);
   put(own[1], 128);
-  put(own[2], t % 3 == 1 && !last ? -INFINITY : 0);
+  put(own[2], t % 3 == 1 && !last ? least : 0);
   put(own[3], static_cast<float>(t % 8));
   put(own[4], 1);
   put(own[5], t == 0 ? 1024 : 0);
@@ -106,35 +101,15 @@ __global__ void mark_infinite_fp64_kernel(double* values, size_t count) {
   if (i < count && values[i] == -INFINITY) values[i] = -1;
 }
 
-/// What one head is computed from, in fp64; rows are as far apart as those of all heads.
-struct InFp64 {
-  const double *Q, *K, *V;
-};
-
-/// Rows [first, first + rows) of one head: logits (rows, keys) are its softmax afterwards. All
-/// matrices are row-major, and for cuBLAS, which is column-major, each is its transpose.
-void attend(cublasHandle_t blas, const InFp64& in, double* logits, double* out, double* lse,
-            const AttentionShape& shape, int64_t first, int64_t rows) {
-  const double scale = 1 / std::sqrt(as_double(shape.width)), one = 1, zero = 0;
-  const int q_stride = static_cast<int>(shape.heads * shape.width),
-            k_stride = static_cast<int>(shape.kv_heads * shape.width),
-            keys = static_cast<int>(shape.keys), width = static_cast<int>(shape.width),
-            queries = static_cast<int>(rows);
-  CUBLAS_CHECK(cublasDgemm(blas, CUBLAS_OP_T, CUBLAS_OP_N, keys, queries, width, &scale, in.K,
-                           k_stride, in.Q, q_stride, &zero, logits, keys));
-  masked_softmax_fp64<<<primitives::blocks_for(rows, 8), 256>>>(logits, lse, rows, shape.keys,
-                                                                first, shape.queries, shape.causal);
-  CUDA_CHECK(cudaGetLastError());
-  CUBLAS_CHECK(cublasDgemm(blas, CUBLAS_OP_N, CUBLAS_OP_N, width, queries, keys, &one, in.V,
-                           k_stride, logits, keys, &zero, out, q_stride));
-}
-
 template <typename T>
 constexpr double roundoff_of = kRoundoffFp16;
 template <>
 constexpr double roundoff_of<__nv_bfloat16> = kRoundoffBf16;
 
-Problem& declare(Lesson& lesson, const std::string& name, const AttentionShape& shape, Type type) {
+}  // namespace
+
+Problem& declare_attention(Lesson& lesson, const std::string& name, const AttentionShape& shape,
+                           Type type, const Work& work) {
   const auto& [batch, queries, keys, heads, kv_heads, width, causal] = shape;
   if (heads % kv_heads != 0) {
     fail(kBadUsage, "%lld heads of K and V do not divide %lld heads",
@@ -153,11 +128,30 @@ Problem& declare(Lesson& lesson, const std::string& name, const AttentionShape& 
                          {"S", queries},
                          {"T", keys},
                          {"d", width}},
-                        type == Type::bf16 ? "bf16" : "fp16",
-                        {.flops = shape.flops(), .bytes = shape.bytes()}, Rate::fp16);
+                        type == Type::bf16 ? "bf16" : "fp16", work, Rate::fp16);
 }
 
-}  // namespace
+int64_t rows_at_once(const AttentionShape& shape) {
+  const auto most = static_cast<int64_t>(kMostLogits) / std::max<int64_t>(shape.keys, 1);
+  return std::clamp<int64_t>(most, 1, std::min(shape.queries, kReferenceRows));
+}
+
+// All matrices are row-major, and for cuBLAS, which is column-major, each is its transpose.
+void attend_fp64(cublasHandle_t blas, const HeadFp64& in, double* logits, double* out, double* lse,
+                 const AttentionShape& shape, int64_t first, int64_t rows) {
+  const double scale = 1 / std::sqrt(as_double(shape.width)), one = 1, zero = 0;
+  const int q_stride = static_cast<int>(shape.heads * shape.width),
+            k_stride = static_cast<int>(shape.kv_heads * shape.width),
+            keys = static_cast<int>(shape.keys), width = static_cast<int>(shape.width),
+            queries = static_cast<int>(rows);
+  CUBLAS_CHECK(cublasDgemm(blas, CUBLAS_OP_T, CUBLAS_OP_N, keys, queries, width, &scale, in.K,
+                           k_stride, in.Q, q_stride, &zero, logits, keys));
+  masked_softmax_fp64<<<primitives::blocks_for(rows, 8), 256>>>(logits, lse, rows, shape.keys,
+                                                                first, shape.queries, shape.causal);
+  CUDA_CHECK(cudaGetLastError());
+  CUBLAS_CHECK(cublasDgemm(blas, CUBLAS_OP_N, CUBLAS_OP_N, width, queries, keys, &one, in.V,
+                           k_stride, logits, keys, &zero, out, q_stride));
+}
 
 double attention_tolerance(const AttentionShape& shape, double u) {
   const double logits =
@@ -212,8 +206,8 @@ void reference_attention(cublasHandle_t blas, const T* Q, const T* K, const T* V
       to_fp64(Q + from, type_of<T>, rows * q_row, Q64);
       for (int64_t h = 0; h < shape.heads; ++h) {
         const int64_t shared = h / shape.group() * d;
-        attend(blas, {Q64 + h * d, K64 + shared, V64 + shared}, logits, out + from + h * d,
-               lse + (b * shape.heads + h) * shape.queries + first, shape, first, rows);
+        attend_fp64(blas, {Q64 + h * d, K64 + shared, V64 + shared}, logits, out + from + h * d,
+                    lse + (b * shape.heads + h) * shape.queries + first, shape, first, rows);
         if (!is_few) continue;
         const int count = static_cast<int>(rows * d);
         squares_of_terms<<<1, count>>>(logits, V64 + shared, shape.kv_heads * d, shape.keys,
@@ -230,13 +224,13 @@ void reference_attention(cublasHandle_t blas, const T* Q, const T* K, const T* V
 }
 
 template <typename T>
-void make_hard(T* Q, T* K, const AttentionShape& shape) {
+void make_hard(T* Q, T* K, const AttentionShape& shape, bool infinities) {
   const int width = static_cast<int>(shape.width);
   const size_t keys = shape.key_elements() / width;
   make_queries_hard<T><<<primitives::blocks_for(static_cast<int64_t>(shape.rows()), 256), 256>>>(
-      Q, shape.rows(), shape.queries, shape.heads, width);
+      Q, shape.rows(), shape.queries, shape.heads, width, infinities);
   make_keys_hard<T><<<primitives::blocks_for(static_cast<int64_t>(keys), 256), 256>>>(
-      K, keys, shape.keys, shape.kv_heads, width);
+      K, keys, shape.keys, shape.kv_heads, width, infinities ? -INFINITY : kLeastFactor);
   CUDA_CHECK(cudaGetLastError());
 }
 
@@ -244,7 +238,8 @@ template <typename T>
 AttentionProblem<T>::AttentionProblem(Lesson& lesson, cublasHandle_t blas, const std::string& name,
                                       const AttentionShape& shape, bool hard)
     : shape(shape),
-      problem(declare(lesson, name, shape, type_of<T>)),
+      problem(declare_attention(lesson, name, shape, type_of<T>,
+                                {.flops = shape.flops(), .bytes = shape.bytes()})),
       Q(problem.input<T>(shape.query_elements(), kQueryRange)),
       K(problem.input<T>(shape.key_elements(), kQueryRange)),
       V(problem.input<T>(shape.key_elements())),
@@ -272,7 +267,9 @@ template void reference_attention(cublasHandle_t, const half*, const half*, cons
 template void reference_attention(cublasHandle_t, const __nv_bfloat16*, const __nv_bfloat16*,
                                   const __nv_bfloat16*, double*, double*, double*,
                                   const AttentionShape&);
-template void make_hard(half*, half*, const AttentionShape&);
-template void make_hard(__nv_bfloat16*, __nv_bfloat16*, const AttentionShape&);
+template void reference_attention(cublasHandle_t, const double*, const double*, const double*,
+                                  double*, double*, double*, const AttentionShape&);
+template void make_hard(half*, half*, const AttentionShape&, bool);
+template void make_hard(__nv_bfloat16*, __nv_bfloat16*, const AttentionShape&, bool);
 
 }  // namespace problems

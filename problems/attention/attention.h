@@ -66,12 +66,30 @@ double log_sum_exp_tolerance(const AttentionShape& shape);
 void mark_infinite(const float* in, float* out, size_t count);
 void mark_infinite(double* values, size_t count);
 
+/// A table of attention: of the shape, once its heads are known to fit.
+Problem& declare_attention(Lesson& lesson, const std::string& name, const AttentionShape& shape,
+                           Type type, const Work& work);
+
+/// Query rows (of one batch element, all heads) that are converted to fp64 at a time, and whose
+/// logits are computed, a head at a time: those of 1 GB.
+int64_t rows_at_once(const AttentionShape& shape);
+
+/// What one head is computed from, in fp64; rows are as far apart as those of all heads.
+struct HeadFp64 {
+  const double *Q, *K, *V;
+};
+
+/// Rows [first, first + rows) of one head: logits (rows, keys) are its softmax afterwards.
+void attend_fp64(cublasHandle_t blas, const HeadFp64& in, double* logits, double* out, double* lse,
+                 const AttentionShape& shape, int64_t first, int64_t rows);
+
 /// Device memory that reference_attention allocates while it runs.
 double attention_scratch(const AttentionShape& shape);
 
 /// out and lse as they should be. In fp64 the logits of a head may be many gigabytes: so many rows
-/// at a time that they are one. `uncancelled`, where out has few elements, becomes their rms if the
-/// terms p V did not cancel (see bound_of()), and 0 else.
+/// at a time that they are one. T is half, __nv_bfloat16 or double. `uncancelled`, where out
+/// has few elements, becomes their rms if the terms p V did not cancel (see bound_of()), and 0
+/// else.
 template <typename T>
 void reference_attention(cublasHandle_t blas, const T* Q, const T* K, const T* V, double* out,
                          double* lse, double* uncancelled, const AttentionShape& shape);
@@ -88,10 +106,13 @@ void reference_attention(cublasHandle_t blas, const T* Q, const T* K, const T* V
 ///         room for up to a width of 128. A thread has rows of both eights, of which one grows
 /// and for every query every third key but the last has the logit -infinity. To that end the first
 /// kSpecialWidth columns of K hold such factors, and those of Q choose of them. No product is 0
-/// times infinity, and sums of infinities have one sign: nothing becomes NaN.
+/// times infinity, and sums of infinities have one sign: nothing becomes NaN. Gradients would, as
+/// a key with an infinite element is a factor of dQ. Without `infinities` no query has only logits
+/// of -infinity, and the other ones are kLeastFactor scale, whose e^ is 0, too.
 inline constexpr int64_t kSpecialWidth = 6;
+inline constexpr float kLeastFactor = -49152;
 template <typename T>
-void make_hard(T* Q, T* K, const AttentionShape& shape);
+void make_hard(T* Q, T* K, const AttentionShape& shape, bool infinities = true);
 
 /// A table of attention: its buffers, and what its rows are held to: out, and lse.
 template <typename T>

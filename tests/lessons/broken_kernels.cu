@@ -79,6 +79,13 @@ __global__ void set_all(float* values, float value, int n) {
   if (i < n) values[i] = value;
 }
 
+// 0, but for every 1000th value, which is 1000; and what the first of these is times `first`.
+template <typename T>
+__global__ void set_few(T* values, double first, int n) {
+  const int i = blockIdx.x * blockDim.x + threadIdx.x;
+  if (i < n) values[i] = static_cast<T>(i % 1000 != 0 ? 0 : i == 0 ? 1000 * first : 1000);
+}
+
 // What stands beside C is somebody else's, and so are A and B.
 __global__ void reach_out(float* at) { *at = 1; }
 
@@ -177,5 +184,21 @@ int main(int argc, char** argv) {
   set("all_zero", 0.0f);
   set("all_small", 1e-30f);
   set("all_nan", __builtin_nanf(""));
+
+  // Elements of 30 times the rms: one may be off by 1 % of itself, which is 0.3 times the rms.
+  constexpr int kCount = 5000;
+  Problem& few = lesson.problem("few", {{"N", kCount}}, "fp32",
+                                {.flops = 1.0 * kCount, .bytes = 4.0 * kCount}, Rate::fp32);
+  auto large = few.output<float>(kCount);
+  auto expected_large = few.reference(kCount);
+  few.reference_from(
+      0, [=] { set_few<double><<<(kCount + 255) / 256, 256>>>(expected_large, 1, kCount); });
+  few.check(large, expected_large, 0.01);
+  const auto set_first = [&](const char* name, double first) {
+    few.kernel(name, Role::ours,
+               [=] { set_few<float><<<(kCount + 255) / 256, 256>>>(large, first, kCount); });
+  };
+  set_first("large_rounded", 1.008);
+  set_first("large_wrong", 1.012);
   return lesson.run();
 }

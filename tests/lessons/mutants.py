@@ -121,7 +121,7 @@ TRAINING = "9_softmax_training"
 CLIFFORD = "10_clifford_gp"
 STATIONARY = "bonus_matmul_A_stationary"
 CONNECTED = "bonus_clifford_fully_connected"
-ATTENTION = "bonus_attention"
+ATTENTION, BACKWARD = "bonus_attention", "bonus_attention_backward"
 GPUS = "bonus_diffusion_gpus"
 MEMORY = "bonus_memory"
 PRODUCT, OF_SOFTMAX, OF_ATTENTION = "operators_product", "operators_softmax", "operators_attention"
@@ -134,6 +134,7 @@ HEADERS = {
                   "operators/clifford/row_exchange.cuh", "operators/clifford/rows.cuh",
                   "operators/clifford/clifford.cuh", "operators/clifford/algebra.cuh"),
     ATTENTION: (RING,),
+    BACKWARD: (RING,),
     OF_ATTENTION: ("operators/attention/layer.cuh", "operators/attention/hopper.cuh",
                    "operators/attention/portable.cuh", RING),
     PRODUCT: ("operators/product/fp32.cuh",),
@@ -177,6 +178,8 @@ CLIFFORD_ARGUMENTS = ("3", "--features", "260")
 CONNECTED_ARGUMENTS = ("40", "--features", "72", "--algebra", "2,0,0")
 # Three tiles of keys, of which the last one is not full.
 ATTENTION_ARGUMENTS = ("20", "--keys", "140", "--width", "64", "--heads", "1", "--batch", "1", "--full")
+# Three tiles of queries, and two of keys.
+BACKWARD_ARGUMENTS = ("70", "--keys", "140", "--width", "64", "--heads", "1", "--batch", "1", "--full")
 # Heads that share keys; queries that see no key; maxima that grow in one of a thread's rows, and -infinity.
 SHARED_HEADS = ("5", "--keys", "70", "--heads", "4", "--kv-heads", "2", "--width", "64", "--batch", "1", "--full")
 NO_KEYS = ("70", "--keys", "33", "--heads", "2", "--kv-heads", "1", "--width", "64", "--batch", "1", "--causal")
@@ -248,6 +251,8 @@ BARRIERS = [
     (STATIONARY, "tile stationary", "matmul_tile_stationary(", 2, ("129",)),
     (ATTENTION, "rows", "attention_rows(", 1, ATTENTION_ARGUMENTS),
     (ATTENTION, "tensor cores", "int next() {", 1, ATTENTION_ARGUMENTS),
+    (BACKWARD, "tensor cores", "int next() {", 1, ATTENTION_ARGUMENTS),
+    (BACKWARD, "tensor cores", "attention_backward_mma(", 2, BACKWARD_ARGUMENTS),
     (OF_ATTENTION, "operator", "attention_merge(", 1, MERGED_ATTENTION_ARGUMENTS),
     (OF_ATTENTION, "operator", "int next() {", 1, ATTENTION_ARGUMENTS),
     (CONNECTED, "planes in tiles", "void add_up_block(", 1, CONNECTED_ARGUMENTS),
@@ -352,6 +357,24 @@ MUTANTS = [
         1, "mma_sync_without_rescaling", ATTENTION, "attention_mma(",
         "result[m][j][i] *= factor[i / 2];", "static_cast<void>(0);",
         "tensor cores .*FAILED", *ATTENTION_ARGUMENTS, "--kernel", "tensor cores",
+    ),
+    # The gradients: a factor and a term forgotten, another head of Q, queries that see what the mask hides, and a sum in
+    # memory that does not begin with 0.
+    *(
+        _wrong(
+            which, name, BACKWARD, function, old, new, "tensor cores .*FAILED", *arguments, "--kernel", "tensor cores",
+        )
+        for which, (name, function, old, new, arguments) in enumerate([
+            ("dK_without_scale", "attention_backward_mma(", "pack2<T>(in.scale * pair.x, in.scale * pair.y)",
+             "pack2<T>(pair.x, pair.y)", BACKWARD_ARGUMENTS),
+            ("dS_without_row_sums", "attention_backward_mma(", "ds = p * (ds - row_sum);", "ds = p * ds;",
+             BACKWARD_ARGUMENTS),
+            ("another_head_of_queries", "attention_backward_mma(", "kv_head * in.group",
+             "kv_head", SHARED_HEADS),
+            ("no_mask", "attention_backward_mma(", "masked && 8 * r >= own_limit", "false", NO_KEYS),
+            ("sums_not_cleared", "attention_row_sums(",
+             "*reinterpret_cast<Neighbours<float, kOwn>*>(in.dq_sums + from) = {};", ";", BACKWARD_ARGUMENTS),
+        ], start=1)
     ),
     _other(
         1, "staging_read_too_early", "thread", FUSED, "struct GateSums {",

@@ -13,13 +13,13 @@ SOFTMAX = "9_matmul_softmax"
 TRAINING = "9_softmax_training"
 CLIFFORD = "10_clifford_gp"
 CONNECTED, MEMORY = "bonus_clifford_fully_connected", "bonus_memory"
-ATTENTION = "bonus_attention"
+ATTENTION, BACKWARD = "bonus_attention", "bonus_attention_backward"
 GATINGS = [lesson for lesson in LESSONS if "gating" in lesson]
 DIFFUSION = "7_diffusion_fused"
 SPATIAL = "8_spatial_gradients"
 SIZES = [1, 2, 31, 32, 33, 64, 100, 257]
 # Sums in an order that differs from run to run.
-UNORDERED = ["bonus_matmul_A_stationary"]
+UNORDERED = ["bonus_matmul_A_stationary", BACKWARD]
 
 _random = random.Random(20)
 RANDOM_SIZES = sorted(_random.sample(range(3, 300), 4))
@@ -782,6 +782,25 @@ def test_attention_of_hard_rows(run, backend, flags):
     assert_verified(result, listed(ATTENTION, backend, *arguments), 1)
 
 
+@pytest.mark.parametrize("flags", [(), ("--fp16",)], ids=str)
+@pytest.mark.parametrize("shape", [*ATTENTIONS, (70, 1, 4, 2, 64), (3, 2, 1, 1, 128), (140, 130, 2, 1, 128)], ids=str)
+def test_attention_backward(run, backend, shape, flags):
+    """One key, whose dQ and dK are 0, and two, of which most may cancel; and forward's shapes."""
+    arguments = attention_arguments(*shape, *flags)
+    result = run(BACKWARD, *arguments, "--samples", 1)
+    assert_verified(result, listed(BACKWARD, backend, *arguments), 1)
+    assert "gradients agree with finite differences" in result.stdout
+    names = {kernel["name"] for _, kernel in result.kernels}
+    assert ("tensor cores" in names) == (shape[-1] in (64, 128))
+
+
+@pytest.mark.parametrize("flags", [("--fp16", "--full"), ("--full",), ("--causal",)])
+def test_attention_backward_of_hard_rows(run, backend, flags):
+    arguments = attention_arguments(70, 150, 2, 1, 64, "--hard-rows", *flags)
+    result = run(BACKWARD, *arguments, "--samples", 1)
+    assert_verified(result, listed(BACKWARD, backend, *arguments), 1)
+
+
 def test_attention_moves_no_logits(tmp_path):
     """The library writes and reads S x T logits, and probabilities. The last kernels move Q and the results once,
     and K and V once for each tile of rows; and of these, tiles that are whole."""
@@ -848,8 +867,8 @@ def test_every_operator_has_a_benchmark():
 
 # How many of 1,000 runs each program gets: some take 10 ms, some a second or two.
 TINY_RUNS = {
-    "1_matmul_basic": 170, "2_matmul_sharedmem": 100, "3_matmul_tensorcore": 40, "4_matmul_cublas": 60,
-    "bonus_matmul_A_stationary": 100, MEMORY: 10, ATTENTION: 10, "5_gating_unfused": 60, "6_gating_fused": 15,
+    "1_matmul_basic": 130, "2_matmul_sharedmem": 100, "3_matmul_tensorcore": 40, "4_matmul_cublas": 60,
+    "bonus_matmul_A_stationary": 100, MEMORY: 10, ATTENTION: 10, BACKWARD: 40, "5_gating_unfused": 60, "6_gating_fused": 15,
     DIFFUSION: 80, SPATIAL: 80, "bonus_diffusion_gpus": 20, SOFTMAX: 25, TRAINING: 150, CLIFFORD: 60, CONNECTED: 20,
 }
 TINY_OPTIONS = {

@@ -109,6 +109,15 @@ def test_where_zeros_are_expected(run):
         assert not kernels[wrong]["ok"] and kernels[wrong]["error"] is None
 
 
+def test_elements_far_above_the_others(run):
+    """They are rounded in units of their own size. An error beyond the bound in these units is found, though it is
+    within the bound for the sum of squares."""
+    result = run(BROKEN, 33, "--kernel", "^large_", "--samples", 1, "--explain")
+    kernels = {kernel["name"]: kernel for _, kernel in result.kernels}
+    assert kernels["large_rounded"]["ok"] and not kernels["large_wrong"]["ok"]
+    assert "wrong from element 0 on: 1012 where 1000 is expected; 1 of 5000 elements are wrong" in result.stdout
+
+
 def programs_with_mistakes():
     """Name of the program, lesson, and the source where that is not the lesson's, of all that are built with
     mistakes in them."""
