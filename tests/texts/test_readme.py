@@ -6,6 +6,7 @@ import shlex
 import shutil
 import sys
 
+import book
 from conftest import LESSONS, PROGRAMS, ROOT, execute, program
 import pytest
 
@@ -145,6 +146,16 @@ def test_pictures_can_be_read_on_a_dark_page():
 def test_readme_leads_to_every_page():
     for page in PAGES:
         assert page == "README.md" or re.search(rf"\]\({re.escape(page)}[#)]", README), page
+
+
+def test_pages_are_a_book():
+    """The index has every page by its title, and each page ends with the way to its neighbours."""
+    titles = {path: text.split("\n")[0].removeprefix("# ") for path, text in PAGES.items()}
+    of_docs = {path.removeprefix("docs/"): title for path, title in titles.items()
+               if path.startswith("docs/") and path != "docs/README.md"}
+    assert {path: title for title, path in book.pages()} == of_docs
+    for page, text in book.written().items():
+        assert page.read_text() == text, f"{page.name}: tests/texts/book.py --write"
 
 
 def test_tables_are_narrow():
