@@ -18,6 +18,9 @@
 //     library              cuBLAS's five products: logits, P, dP and dS go through memory
 //     tensor cores         a block owns keys, and dK and dV in its registers; Q and dO stream past,
 //                          products by mma.sync; dQ is added up in memory by atomicAdd
+//     warp specialization  for Hopper: a warp brings tiles by the copy engine, two warpgroups
+//                          multiply; they add 16 bytes of dQ at a time, in the order of registers
+//     reduce-add           the same, but the copy engine adds dQ to memory
 //
 // --causal and --full print one of the two tables. --hard-rows makes the logits of most queries
 // hard: some are as large as 2^17 or 2^18 times the scale, which for a width of 64 is 16384 or
@@ -315,45 +318,55 @@ __global__ void __launch_bounds__(MmaTile<T, kWidth>::kThreads, 2)
                               });
 }
 
-// ---- warp specialization ------------------------------------------------------------------------
+// ---- warp specialization, reduce-add ------------------------------------------------------------
 
-// A block owns 128 keys of a head of K and V, and its dK and dV. A producer warp has the copy engine
-// bring K and V once, and then tiles of Q and d_out to the stages of a pipeline; it loads the
-// tile's logarithms and D itself. Two consumers, a warpgroup each, have 64 of the keys. What was
-// said of *tensor cores* holds here: P^T and dS^T are computed, and are left factors in registers.
-// By wgmma a warpgroup multiplies its 64 keys by all queries of a tile at a time, and the right
-// factors are read where they lie: Q and d_out along their rows for the logits and for dP, and
-// across them for dV and dK.
+// A block owns 128 keys of a head of K and V. It has two consumers, warpgroups that multiply by
+// wgmma: each owns 64 of the keys, with their dK and dV in its registers. And it has a producer, a
+// warp that does not multiply. It has the copy engine bring K and V once, and then tiles of Q and
+// d_out to the two stages of a pipeline; the tile's logarithms and D it reads itself.
 //
-// For dQ, which is summed over the keys of both consumers, dS^T is the left factor in shared memory
-// that wgmma reads transposed. Each consumer computes 64 queries by 64 columns of it: with a width
-// of 64 a tile has 128 queries, of which each has half; with a width of 128 it has 64, and each has
-// half of the columns. There are two places for dS^T. So a consumer that writes the next step's
-// only has to know that the other one has come as far as this step's barrier.
+// As in *tensor cores* the logits and dP are computed as their transposes, here 64 keys by all
+// queries of a tile. P^T and dS^T become the left factors of dV and dK in the registers in which
+// they are. wgmma reads the right factors where they lie: Q and d_out along their rows for the
+// logits and for dP, and across them for dV and dK.
 //
-// While the products for dV run, a consumer computes dS; while those for dK run, it adds its part
-// of dQ to the sums in memory.
+// Tensor cores and the other units work side by side. While the products for dV run, a consumer
+// computes dS; while those for dK run, it adds its part of dQ to the sums in memory.
 //
-// No one but attention_finish_parts reads the sums. So they lie in memory as they lie in registers:
-// a part is 64 x 64 numbers, element i / 4 of thread t is four numbers, and for each i / 4 those of
-// a consumer's 128 threads are neighbours. *warp specialization* adds them from the registers, by a
-// vector reduction of 16 bytes a thread.
+// dQ = dS K has queries as rows, and sums over the keys of both consumers. In registers a thread
+// has rows of dS^T, which are keys, and only those of its own consumer. So both write dS^T to
+// shared memory, where wgmma reads it transposed, as the left factor. Each consumer computes 64
+// queries by 64 columns of dQ, a *part*. With a width of 64 a tile has 128 queries, and each
+// consumer has half of them; with a width of 128 it has 64, and each has half of the columns.
 //
-// *reduce-add* leaves that to the copy engine. The consumer writes its part to shared memory, and
-// goes on; the copy engine adds the 16 KB to the sums in memory.
+// The consumers meet once a step: when all of dS^T is there. It has two places, and the next step
+// writes the other one. So a consumer that is ahead does not overwrite what the other one still
+// reads. With one place they would have to meet a second time, when both have read it.
 //
-// The words are those of the forward lesson at *warp specialization*, and these:
+// Nobody but attention_finish_parts reads the sums in memory, so they lie there in any order: here
+// in that of the registers. Of a part a thread has 32 numbers, in eight groups of four. For each
+// group the four numbers of a consumer's 128 threads are neighbours in memory. So a thread adds 16
+// bytes by one instruction, and a warp 512 bytes in a row.
+//
+// *reduce-add* is the same kernel with kByEngine. There the consumer writes its part to shared
+// memory and goes on, while the copy engine adds these 16 KB to the sums.
+//
+// The words are those of bonus_attention at *warp specialization*, and these:
 //     Box, LeftTile                 rows of 128 bytes in shared memory, as the copy engine brings
 //                                   them and wgmma reads them
+//     named_barrier(id, threads)    __syncthreads() of some of a block's warps, here of both
+//                                   consumers or of one
+//     store_box                     has the copy engine store a box
+//     bulk_add                      has the copy engine add floats in shared memory to those in
+//                                   memory
 //     launch_early                  starts a kernel while the last blocks of the one before are
 //                                   still running; wait_for_previous_kernel() waits for their
 //                                   results
-//     store_box                     has the copy engine store a box
 template <int kWidth>
 struct HopperTile {
   static constexpr int kKeys = 128, kQueries = kWidth == 64 ? 128 : 64, kBoxes = kWidth / kBoxCols;
   static constexpr int kStages = 2, kThreads = 384;
-  static constexpr int kPartFloats = 64 * 64;  // of dQ: what a consumer has of a tile of queries
+  static constexpr int kPartFloats = 64 * 64;
 };
 
 template <typename T, int kWidth>
@@ -366,7 +379,7 @@ struct HopperShared : HopperTile<kWidth> {
   };
   LeftTile<T, Tile::kKeys> K[Tile::kBoxes], V[Tile::kBoxes];
   Box<T, Tile::kKeys> dS[2][Tile::kQueries / 64];     // transposed: 128 keys by 64 queries each
-  float4 parts[2][Tile::kPartFloats / 4 / 128][128];  // of dQ, of each consumer
+  float4 parts[2][Tile::kPartFloats / 4 / 128][128];  // of each consumer, for *reduce-add*
   Pipeline<Stage, Tile::kStages> pipeline;
   Barrier KV_full;
 };
@@ -376,7 +389,7 @@ struct HopperMaps {
   CUtensorMap Q, d_out, K, V, dK, dV;
 };
 
-// Where in dq_sums part `part` of tile `tile` of a head lies, in float4.
+// Where the part of a consumer, 0 or 1, begins in dq_sums, counted in float4.
 template <typename T, int kWidth>
 __device__ inline size_t part_at(const Operands<T>& in, int batch, int head, int tile, int part) {
   const int tiles = ceil_div(in.queries, HopperTile<kWidth>::kQueries);
@@ -385,7 +398,8 @@ __device__ inline size_t part_at(const Operands<T>& in, int batch, int head, int
 }
 
 #if HOPPER_CODE
-// Adds four numbers to four neighbours in memory, each for itself. PTX ISA, "red".
+// Adds four numbers to four neighbours in memory; each addition is atomic by itself. PTX ISA,
+// "red".
 __device__ inline void add_quad(float4* to, float4 sums) {
 #ifdef CUDA_CPU
   atomicAdd(&to->x, sums.x), atomicAdd(&to->y, sums.y);
@@ -397,6 +411,7 @@ __device__ inline void add_quad(float4* to, float4 sums) {
 #endif
 }
 
+// A block's place, its producer, and the parts of a consumer's step.
 template <typename T, int kWidth>
 struct HopperBlock : HopperTile<kWidth> {
   using Tile = HopperTile<kWidth>;
@@ -409,7 +424,8 @@ struct HopperBlock : HopperTile<kWidth> {
   const Operands<T>& in;
   int key0 = static_cast<int>(blockIdx.x) * Tile::kKeys, kv_head = blockIdx.y, batch = blockIdx.z;
   int consumer = static_cast<int>(threadIdx.x) / 128 - 1, own_key0 = key0 + 64 * consumer;
-  // The first tile of queries with one that sees key0, and steps of all heads that share the keys.
+  // tile0 has the first query that sees key0. A step is a tile of queries of a head, of all heads
+  // that share the keys.
   int tile0 = in.causal ? max(0, key0 + in.queries - in.keys) / Tile::kQueries : 0;
   int tiles = max(0, ceil_div(in.queries, Tile::kQueries) - tile0), steps = tiles * in.group;
 
@@ -426,9 +442,9 @@ struct HopperBlock : HopperTile<kWidth> {
     __syncthreads();
   }
 
-  // The producer warp. One thread starts the copies; all load logarithms and D. Where there is no
-  // query, and where a query sees no key or only logits of -infinity, P has to be 0: the logarithm
-  // becomes +infinity.
+  // The producer. One thread starts the copies; all 32 load logarithms and D, and arrive when they
+  // have written them. A query that sees no key, or only logits of -infinity, has a logarithm of
+  // -infinity. There, and where there is no query, it becomes +infinity, so that P is 0.
   __device__ void bring() const {
     const int lane = threadIdx.x % 32;
     const uint64_t policy = evict_normal();
@@ -494,15 +510,16 @@ struct HopperBlock : HopperTile<kWidth> {
       if (own_key0 + Product::row(i) >= in.limit(query0 + Product::col(i))) P.elements[i] = 0;
     }
   }
-  // A sum, rounded, is a left factor where it is: element for element.
+  // A thread's sums, rounded, are its registers of a left factor, in the same order.
   __device__ __forceinline__ static void to_factor(Factor& factor, const Product& sum) {
 #pragma unroll
     for (int i = 0; i < sum.size(); i += 2) {
       factor.slices[i / 8][i / 2 % 4] = pack2<T>(sum.elements[i], sum.elements[i + 1]);
     }
   }
-  // dP becomes dS = P (dP - D). With a width of 64 the registers of P are needed: there dS is
-  // computed from P as the tensor cores get it, rounded.
+  // dP becomes dS = P (dP - D). With a width of 64 a tile has twice as many queries, and P and dP
+  // together 128 registers of a thread. There dS is computed from P as the tensor cores get it,
+  // rounded, so that the registers of P are free once it has been rounded.
   __device__ __forceinline__ static void to_gradients(Product& dS, const Product& P,
                                                       const Factor& rounded, const Stage& stage) {
 #pragma unroll
@@ -522,6 +539,7 @@ struct HopperBlock : HopperTile<kWidth> {
         shared.dS[step % 2][halves ? consumer : 0].across_k(),
         shared.K[halves ? 0 : consumer].across_k(), false);
   }
+  // Adds the part to its sums in memory: from registers, or by way of shared memory.
   template <bool kByEngine>
   __device__ __forceinline__ void add_part(const Sum<64>& part, int step) const {
     const int thread = threadIdx.x % 128;
@@ -536,7 +554,7 @@ struct HopperBlock : HopperTile<kWidth> {
       for (int i = 0; i < part.size() / 4; ++i) add_quad(to + 128 * i + thread, quad(i));
     } else {
       if (thread == 0) tensor_store_wait_read<0>();
-      named_barrier(2 + consumer, 128);  // the part before has left
+      named_barrier(2 + consumer, 128);  // the copy engine has read the part before
 #pragma unroll
       for (int i = 0; i < part.size() / 4; ++i) shared.parts[consumer][i][thread] = quad(i);
       shared_fence();
@@ -596,11 +614,11 @@ __global__ void __launch_bounds__(HopperTile<kWidth>::kThreads, 1)
       auto& stage = reader.wait();
       block.start_transposed(P, shared.K, stage.Q);
       block.start_transposed(dS, shared.V, stage.d_out);
-      wgmma_wait<Block::kBoxes>();  // the logits
+      wgmma_wait<Block::kBoxes>();  // for the logits; the products of dP may still run
       block.to_probabilities(P, stage, block.tile_of(step) * Block::kQueries);
       block.to_factor(P_factor, P);
       dV.template start_product<kOfQueries>(P_factor, stage.d_out[0].across_k(), true);
-      wgmma_wait<1>();  // dP
+      wgmma_wait<1>();  // for dP
       block.to_gradients(dS, P, P_factor, stage);
       block.to_factor(dS_factor, dS);
 #pragma unroll
@@ -613,7 +631,7 @@ __global__ void __launch_bounds__(HopperTile<kWidth>::kThreads, 1)
       named_barrier(1, 256);  // all of dS^T is there
       block.start_part(dQ, step);
       dK.template start_product<kOfQueries>(dS_factor, stage.Q[0].across_k(), true);
-      wgmma_wait<1>();  // dQ
+      wgmma_wait<1>();  // for dQ
       block.template add_part<kByEngine>(dQ, step);
       wgmma_wait<0>();
       reader.give_back();
@@ -627,7 +645,9 @@ __global__ void __launch_bounds__(HopperTile<kWidth>::kThreads, 1)
 #endif
 }
 
-// A block of 128 threads owns a part of dQ, and a thread what a consumer's thread had of it.
+// What attention_finish_dq does, from sums in the order of registers. A block owns a part of dQ,
+// and a thread what a consumer's thread had of it: of every four numbers two are neighbours in a
+// row, and the other two lie 8 rows below.
 template <typename T, int kWidth>
 __global__ void __launch_bounds__(128) attention_finish_parts(Operands<T> in) {
   using Part = Sum<64>;
@@ -644,7 +664,7 @@ __global__ void __launch_bounds__(128) attention_finish_parts(Operands<T> in) {
     const float4 sums = from[128 * i];
     const float pairs[2][2] = {{sums.x, sums.y}, {sums.z, sums.w}};
 #pragma unroll
-    for (int half = 0; half < 2; ++half) {  // rows 8 apart
+    for (int half = 0; half < 2; ++half) {
       const int query = query0 + Part::row(4 * i + 2 * half);
       if (query >= in.queries) continue;
       *reinterpret_cast<unsigned*>(in.dQ + (rows + query) * in.heads * kWidth + col0 +

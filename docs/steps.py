@@ -46,7 +46,7 @@ LADDERS = {
         "attention_rows", "attention_mma", "attention_hopper", "attention_ping_pong", "attention_overlap",
         "attention_stay",
     ],
-    "bonus_attention_backward": ["attention_backward_mma"],
+    "bonus_attention_backward": ["attention_backward_mma", "attention_backward_hopper"],
     "bonus_clifford_fully_connected": ["forward_tiles", "planes_first", "planes_beside"],
     "bonus_diffusion_gpus": ["diffusion", "sum_vertices", "expand_sums"],
     "bonus_matmul_A_stationary": ["matmul_atomic", "matmul_tile_stationary"],

@@ -29,7 +29,7 @@ from cu2cpp import _NOT_CODE, _blank, _closing  # noqa: E402
 PRODUCT = "hopper_product"
 GPUS = "bonus_diffusion_gpus"
 CONNECTED = "bonus_clifford_fully_connected"
-ATTENTION = "bonus_attention"
+ATTENTION, BACKWARD = "bonus_attention", "bonus_attention_backward"
 SHARED = ("primitives/hopper/tiles.cuh", "primitives/hopper/block_grid.cuh", "primitives/hopper/pipeline.cuh")
 # Whose runs come to a struct or function of these. All others are judged with hopper_product.
 REACHED_BY = {
@@ -67,7 +67,7 @@ HEADERS = {
 OPERATORS = tuple(f"operators_{name}" for name in (
     "gating", "diffusion", "gradients", "softmax", "clifford", "clifford_connected", "attention"))
 LESSONS = ("3_matmul_tensorcore", "6_gating_fused", "7_diffusion_fused", "8_spatial_gradients", "9_matmul_softmax",
-           "10_clifford_gp", GPUS, CONNECTED, ATTENTION)
+           "10_clifford_gp", GPUS, CONNECTED, ATTENTION, BACKWARD)
 PROGRAMS = (*LESSONS, *OPERATORS, PRODUCT)
 # What is found in no list of words: file -> (where, with the piece in parentheses; the mistake).
 # Numbers before they have come; a GPU's own sum or piece that is not added, or nothing that is sent; a
@@ -141,6 +141,13 @@ OTHERS = {
         (r"Block::to_factor\(probs, logits\);\s+\}\s+\}[\s\S]*?(give_back\(v\))", "static_cast<void>(0)"),
         (r"(EachWarp::release\(shared\.results\[own\.stage\]\[consumer\]\))", "static_cast<void>(0)"),
         (r"if \((last)\) \{", "true"),
+    ],
+    # Logarithms are written to a stage that is still read, and dS to the place of another step; sums of dQ are read
+    # before they are there.
+    BACKWARD: [
+        (r"Stage& stage = (writer\.wait\(\))", "shared.pipeline.stage(writer.ring.stage)"),
+        (r"shared\.dS\[(step % 2)\]\[box\]", "(step + 1) % 2"),
+        (r"(wait_for_previous_kernel\(\));\s+const float4", "static_cast<void>(0)"),
     ],
     # Planes that are read before they are there, or told of before whoever sees that sees them, too; a
     # unit that is told of twice, and the next one never.
@@ -237,6 +244,10 @@ HARMLESS = {
         ("RegisterWeights", "shared_fence() without", 0):
             "the CPU backend lets the copy engine write where threads wrote, if they have met since",
     },
+    BACKWARD: {
+        ("head_of", "shared_fence() without", 0):
+            "the CPU backend reads a part of dQ when the next one waits for it: the fence for dS has come by then",
+    },
     # Whoever does not wait for its turn goes first: results are the same.
     ATTENTION: {
         **{("wait", f"barrier_wait(&barriers[consumer], parity) {change}", nth):
@@ -262,7 +273,7 @@ _LAMBDA = re.compile(r"\bconst auto (\w+) = \[[^\]]*\]\s*(?:\([^)]*\)\s*)?\{")
 _SPIN = re.compile(r"\bwhile \((!)")
 # What has such words inside, where product.cuh says it. (A named stage is one of OTHERS' mistakes.)
 _METHOD = re.compile(r"\b(?:(?:out|cluster|grid)\.(?:template )?(?:wait|meet|release)|writer\.finish|"
-                     r"(?:keys|rows)\.next|(?:reader|back)\.(?:finish|give_back|next)|ring\.advance)"
+                     r"(?:keys|rows)\.next|(?:reader|back)\.(?:finish|give_back|next)|(?:writer\.)?ring\.advance)"
                      r"(?:<[^<>;(]*>)?\((?![KV]\))")
 
 # Runs of which a row's second kernel turns its output into something else, in place.
@@ -358,6 +369,13 @@ RUNS = {
         # Several pieces of work for a block, whose tiles the mask hides from some; logits that grow.
         (("400", "--keys", "600", "--width", "64", "--heads", "4", "--batch", "1", "--causal", "--hard-rows",
           "--kernel", "^tile scheduler$"), 1),
+    ],
+    # Both widths; two blocks of keys that heads share, and more steps than stages; a mask that hides some tiles.
+    BACKWARD: [
+        (("300", "--keys", "150", "--width", "64", "--heads", "2", "--kv-heads", "1", "--batch", "1", "--full",
+          "--kernel", "^(warp specialization|reduce-add)$"), 2),
+        (("170", "--keys", "150", "--width", "128", "--heads", "2", "--kv-heads", "1", "--batch", "1", "--causal",
+          "--kernel", "^(warp specialization|reduce-add)$"), 2),
     ],
     "operators_attention": [
         (("150", "--keys", "300", "--width", "64", "--heads", "4", "--batch", "1", "--causal", "--hard-rows",
@@ -650,6 +668,7 @@ SMALLER = {
         (r"add_table<half>", "add_table<__nv_bfloat16>"),
         (r"add_lesson_kernels<(?:128|256)>", "add_lesson_kernels<64>"),
     ],
+    BACKWARD: [(r"add_table<half>", "add_table<__nv_bfloat16>")],
     "operators_attention": [
         (r"add_table<half>", "add_table<__nv_bfloat16>"),
         (r"add_portable_ways<(?:128|256)>", "add_portable_ways<64>"),

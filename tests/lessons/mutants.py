@@ -376,6 +376,22 @@ MUTANTS = [
              "*reinterpret_cast<Neighbours<float, kOwn>*>(in.dq_sums + from) = {};", ";", BACKWARD_ARGUMENTS),
         ], start=1)
     ),
+    # The same factor on Hopper; a consumer that computes the other one's queries of dQ; a query that sees a key more.
+    *(
+        _wrong_on_hopper(
+            which, name, BACKWARD, function, old, new, "2 of 2 kernels FAILED", *arguments, "--kernel",
+            "^(warp specialization|reduce-add)$",
+        )
+        for which, (name, function, old, new, arguments) in enumerate([
+            ("dK_without_scale_on_hopper", "attention_backward_hopper(", "block.store(dK, in.scale, shared.K, maps.dK);",
+             "block.store(dK, 1, shared.K, maps.dK);", BACKWARD_ARGUMENTS),
+            ("halves_of_dQ_exchanged", "struct HopperBlock ", "halves ? consumer : 0", "halves ? 1 - consumer : 0",
+             BACKWARD_ARGUMENTS),
+            ("mask_by_a_key_off", "struct HopperBlock ",
+             "own_key0 + Product::row(i) >= in.limit(query0 + Product::col(i))",
+             "own_key0 + Product::row(i) > in.limit(query0 + Product::col(i))", NO_KEYS),
+        ], start=6)
+    ),
     _other(
         1, "staging_read_too_early", "thread", FUSED, "struct GateSums {",
         "__syncwarp();", ";",

@@ -783,15 +783,17 @@ def test_attention_of_hard_rows(run, backend, flags):
 
 
 @pytest.mark.parametrize("flags", [(), ("--fp16",)], ids=str)
-@pytest.mark.parametrize("shape", [*ATTENTIONS, (70, 1, 4, 2, 64), (3, 2, 1, 1, 128), (140, 130, 2, 1, 128)], ids=str)
+@pytest.mark.parametrize("shape", [*ATTENTIONS, (70, 1, 4, 2, 64), (3, 2, 1, 1, 128), (140, 130, 2, 1, 128),
+                                   (260, 130, 2, 1, 64)], ids=str)
 def test_attention_backward(run, backend, shape, flags):
-    """One key, whose dQ and dK are 0, and two, of which most may cancel; and forward's shapes."""
+    """One key, whose dQ and dK are 0, and two, of which most may cancel; more tiles of queries than a pipeline's
+    stages, and two blocks of keys; and forward's shapes."""
     arguments = attention_arguments(*shape, *flags)
     result = run(BACKWARD, *arguments, "--samples", 1)
     assert_verified(result, listed(BACKWARD, backend, *arguments), 1)
     assert "gradients agree with finite differences" in result.stdout
     names = {kernel["name"] for _, kernel in result.kernels}
-    assert ("tensor cores" in names) == (shape[-1] in (64, 128))
+    assert ("tensor cores" in names) == ("reduce-add" in names) == (shape[-1] in (64, 128))
 
 
 @pytest.mark.parametrize("flags", [("--fp16", "--full"), ("--full",), ("--causal",)])
