@@ -323,12 +323,14 @@ __global__ void __launch_bounds__(MmaTile<T, kWidth>::kThreads, 2)
 // A block owns 128 keys of a head of K and V. It has two consumers, warpgroups that multiply by
 // wgmma: each owns 64 of the keys, with their dK and dV in its registers. And it has a producer, a
 // warp that does not multiply. It has the copy engine bring K and V once, and then tiles of Q and
-// d_out to the two stages of a pipeline; the tile's logarithms and D it reads itself.
+// d_out to the two stages of a pipeline; the tile's logarithms and D it reads itself. With a width
+// of 128 a block has twice as many keys as in *tensor cores*. So half as many numbers are added to
+// dQ, and Q and d_out are read half as often.
 //
 // As in *tensor cores* the logits and dP are computed as their transposes, here 64 keys by all
-// queries of a tile. P^T and dS^T become the left factors of dV and dK in the registers in which
-// they are. wgmma reads the right factors where they lie: Q and d_out along their rows for the
-// logits and for dP, and across them for dV and dK.
+// queries of a tile. In the products for dV and dK, P^T and dS^T are left factors in the registers
+// in which they were computed. wgmma reads the right factors where they lie: Q and d_out along
+// their rows for the logits and for dP, and across them for dV and dK.
 //
 // Tensor cores and the other units work side by side. While the products for dV run, a consumer
 // computes dS; while those for dK run, it adds its part of dQ to the sums in memory.
@@ -339,14 +341,14 @@ __global__ void __launch_bounds__(MmaTile<T, kWidth>::kThreads, 2)
 // queries by 64 columns of dQ, a *part*. With a width of 64 a tile has 128 queries, and each
 // consumer has half of them; with a width of 128 it has 64, and each has half of the columns.
 //
-// The consumers meet once a step: when all of dS^T is there. It has two places, and the next step
+// The consumers meet once a step: when all of dS^T is there. dS^T has two places, and the next step
 // writes the other one. So a consumer that is ahead does not overwrite what the other one still
 // reads. With one place they would have to meet a second time, when both have read it.
 //
-// Nobody but attention_finish_parts reads the sums in memory, so they lie there in any order: here
-// in that of the registers. Of a part a thread has 32 numbers, in eight groups of four. For each
-// group the four numbers of a consumer's 128 threads are neighbours in memory. So a thread adds 16
-// bytes by one instruction, and a warp 512 bytes in a row.
+// Nobody but attention_finish_parts reads the sums in memory, so they may lie there in any order.
+// Here it is that of the registers. Of a part a thread has 32 numbers, in eight groups of four. For
+// each group the four numbers of a consumer's 128 threads are neighbours in memory. So a thread
+// adds 16 bytes by one instruction, and a warp 512 bytes in a row.
 //
 // *reduce-add* is the same kernel with kByEngine. There the consumer writes its part to shared
 // memory and goes on, while the copy engine adds these 16 KB to the sums.
@@ -637,7 +639,7 @@ __global__ void __launch_bounds__(HopperTile<kWidth>::kThreads, 1)
       reader.give_back();
       reader.next();
     }
-    named_barrier(1, 256);  // K has been read
+    named_barrier(1, 256);  // both have read K: dK takes its place
     block.store(dV, 1, shared.V, maps.dV);
     block.store(dK, in.scale, shared.K, maps.dK);
     if (threadIdx.x % 128 == 0) tensor_store_wait_read<0>();
