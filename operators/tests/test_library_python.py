@@ -136,8 +136,9 @@ def test_numbers_are_no_keys_by_identity(planned):
     q, causal, scale = Operand(), Cell(0), Cell(0.25)
     for causal.value, scale.value in ((0, 0.25), (0, 0.5), (1, 0.5), (0, 0.25)):
         fused_kernels._attention(q, q, q, causal, scale, False)
-    assert planned == [[False, 0.25], [False, 0.5], [True, 0.5]]
-    assert {type(each) for each in planned[0]} == {bool, float}
+        fused_kernels._attention_backward(*[q] * 6, causal, scale)
+    assert planned == [each for each in ([False, 0.25], [False, 0.5], [True, 0.5]) for _ in range(2)]
+    assert {type(each) for each in sum(planned, [])} == {bool, float}
 
 
 @pytest.mark.parametrize("name, operands", [("clifford", 3), ("clifford_backward", 4), ("clifford_connected", 3),
