@@ -82,10 +82,13 @@ class BackwardLaunches {
   }
   int64_t tile_width() const { return shape_.width <= 64 ? 64 : 128; }
 
+  int64_t sequences() const { return shape_.kv_heads * shape_.batch; }
+
   template <class Tile>
-  unsigned blocks_of() const {
-    return blocks_for(shape_.keys, Tile::kKeys) *
-           static_cast<unsigned>(shape_.kv_heads * shape_.batch);
+  dim3 blocks_of() const {
+    const int64_t rows = std::min<int64_t>(sequences(), 1 << 15);
+    return {blocks_for(shape_.keys, Tile::kKeys), static_cast<unsigned>(rows),
+            blocks_for(sequences(), rows)};
   }
 
   /// D, and zeros for the sums.
@@ -111,7 +114,8 @@ class BackwardLaunches {
         memory_.d_o,
         memory_.dq,
         memory_.dk,
-        memory_.dv};
+        memory_.dv,
+        narrow(sequences())};
   }
 
   BackwardMemory<T> memory_;

@@ -29,6 +29,9 @@ struct BackwardHopperTile {
   static constexpr int kWidth = kWidth_, kKeys = 128, kQueries = kWidth == 64 ? 128 : 64;
   static constexpr int kBoxes = kWidth / kBoxCols, kStages = 2, kThreads = 384;
   static constexpr int kPartFloats = 64 * 64;  // of dQ: what a consumer has of a tile of queries
+  // Of 168 a thread. Each width has few to spare: with 24 a producer of 128 queries would spill.
+  static constexpr int kProducerRegisters = kWidth == 64 ? 40 : 24;
+  static constexpr int kConsumerRegisters = kWidth == 64 ? 232 : 240;
 };
 
 template <class Tile>
@@ -39,6 +42,7 @@ struct BackwardHopperShared {
         2 * Tile::kQueries * Tile::kWidth * sizeof(T);  // by the copy engine
     Box<T, Tile::kQueries> Q[Tile::kBoxes], d_out[Tile::kBoxes];
     float log_sums[Tile::kQueries], row_sums[Tile::kQueries];
+    int query0, part;  // where the tile begins, and which parts of dQ it has: `part` and the next
   };
   LeftTile<T, Tile::kKeys> K[Tile::kBoxes], V[Tile::kBoxes];
   Box<T, Tile::kKeys> dS[2][Tile::kQueries / 64];     // transposed: 128 keys by 64 queries each
@@ -53,15 +57,6 @@ struct BackwardMaps {
   CUtensorMap Q, d_out, K, V, dK, dV;
 };
 
-/// Where in dq_sums part `part` of tile `tile` of a head lies, in float4.
-template <class Tile, typename T>
-__device__ inline size_t part_at(const BackwardOperands<T>& in, int batch, int head, int tile,
-                                 int part) {
-  const int tiles = ceil_div(in.queries, Tile::kQueries);
-  return (((static_cast<size_t>(batch) * in.heads + head) * tiles + tile) * 2 + part) *
-         (Tile::kPartFloats / 4);
-}
-
 #if HOPPER_CODE
 template <class Tile>
 struct BackwardHopperBlock {
@@ -74,15 +69,12 @@ struct BackwardHopperBlock {
   Shared& shared;
   const BackwardMaps& maps;
   const BackwardOperands<T>& in;
-  BackwardPlace place{in.keys, Tile::kKeys, in.heads / in.group};
-  int key0 = place.key0, head0 = place.kv_head * in.group, batch = place.batch;
+  int key0 = static_cast<int>(blockIdx.x) * Tile::kKeys;
   int consumer = static_cast<int>(threadIdx.x) / 128 - 1, own_key0 = key0 + 64 * consumer;
   // The first tile of queries with one that sees key0, and steps of all heads that share the keys.
   int tile0 = in.causal ? max(0, key0 + in.queries - in.keys) / Tile::kQueries : 0;
-  int tiles = ceil_div(in.queries, Tile::kQueries) - tile0, steps = tiles * in.group;
-
-  __device__ int head_of(int step) const { return head0 + step / tiles; }
-  __device__ int tile_of(int step) const { return tile0 + step % tiles; }
+  int all_tiles = ceil_div(in.queries, Tile::kQueries), tiles = all_tiles - tile0;
+  int steps = tiles * in.group;
 
   __device__ BackwardHopperBlock(char* bytes, const BackwardMaps& of,
                                  const BackwardOperands<T>& operands)
@@ -101,17 +93,20 @@ struct BackwardHopperBlock {
   __device__ void bring() const {
     const int lane = threadIdx.x % 32;
     const uint64_t policy = evict_normal();
+    const BackwardPlace place(in.heads / in.group);
     Writer writer(shared.pipeline);
     if (lane == 0) {
       barrier_arrive_expect(&shared.KV_full, sizeof shared.K + sizeof shared.V);
       for (int box = 0; box < Tile::kBoxes; ++box) {
-        const int at[5] = {kBoxCols * box, 0, key0, place.kv_head, batch};
+        const int at[5] = {kBoxCols * box, 0, key0, place.kv_head, place.batch};
         tensor_load(shared.K[box].row(0), &maps.K, at, &shared.KV_full, policy);
         tensor_load(shared.V[box].row(0), &maps.V, at, &shared.KV_full, policy);
       }
     }
     for (int step = 0; step < steps; ++step) {
-      const int query0 = tile_of(step) * Tile::kQueries, head = head_of(step);
+      const int of_group = step / tiles, tile = tile0 + step % tiles;
+      const int head = sequence_of_block() * in.group + of_group;  // through all batches
+      const int query0 = tile * Tile::kQueries;
       Stage& stage = writer.wait();  // each lane for itself, as it will write
       Barrier& full = shared.pipeline.full[writer.ring.stage];
       if (lane > 0) {
@@ -119,14 +114,18 @@ struct BackwardHopperBlock {
       } else {
         writer.put([&](Stage& to, Barrier* arrived) {
           for (int box = 0; box < Tile::kBoxes; ++box) {
-            const int at[5] = {kBoxCols * box, head - head0, query0, place.kv_head, batch};
+            const int at[5] = {kBoxCols * box, of_group, query0, place.kv_head, place.batch};
             tensor_load(to.Q[box].row(0), &maps.Q, at, arrived, policy);
             tensor_load(to.d_out[box].row(0), &maps.d_out, at, arrived, policy);
           }
         });
       }
       if (step == 0) wait_for_previous_kernel();
-      const int row = (batch * in.heads + head) * in.queries + query0;
+      if (lane == 0) {
+        stage.query0 = query0;
+        stage.part = 2 * (head * all_tiles + tile);
+      }
+      const int row = head * in.queries + query0;
 #pragma unroll
       for (int i = lane; i < Tile::kQueries; i += 32) {
         const bool exists = query0 + i < in.queries;
@@ -149,14 +148,14 @@ struct BackwardHopperBlock {
     }
   }
   /// Logits become P; for keys that a query does not see it is 0.
-  __device__ __forceinline__ void to_probabilities(Product& P, const Stage& stage,
-                                                   int query0) const {
+  __device__ __forceinline__ void to_probabilities(Product& P, const Stage& stage) const {
     const float scale = in.scale * kLog2E;
 #pragma unroll
     for (int i = 0; i < P.size(); ++i) {
       P.elements[i] =
           exp2_approximate(fmaf(P.elements[i], scale, -stage.log_sums[Product::col(i)]));
     }
+    const int query0 = stage.query0;
     if (own_key0 + 64 <= in.limit(query0)) return;
 #pragma unroll
     for (int i = 0; i < P.size(); ++i) {
@@ -191,7 +190,7 @@ struct BackwardHopperBlock {
         shared.dS[step % 2][halves ? consumer : 0].across_k(),
         shared.K[halves ? 0 : consumer].across_k(), false);
   }
-  __device__ __forceinline__ void add_part(const Sum<64>& part, int step) const {
+  __device__ __forceinline__ void add_part(const Sum<64>& part, const Stage& stage) const {
     const int thread = threadIdx.x % 128;
     if (thread == 0) tensor_store_wait_read<0>();
     named_barrier(2 + consumer, 128);  // the part before has left
@@ -203,7 +202,7 @@ struct BackwardHopperBlock {
     shared_fence();
     named_barrier(2 + consumer, 128);
     if (thread == 0) {
-      bulk_add(in.dq_sums + 4 * part_at<Tile>(in, batch, head_of(step), tile_of(step), consumer),
+      bulk_add(in.dq_sums + int64_t{stage.part + consumer} * Tile::kPartFloats,
                &shared.parts[consumer][0][0].x, sizeof shared.parts[consumer]);
       tensor_store_commit();
     }
@@ -220,8 +219,9 @@ struct BackwardHopperBlock {
     shared_fence();
     named_barrier(2 + consumer, 128);
     if (threadIdx.x % 128 == 0) {
+      const BackwardPlace place(in.heads / in.group);
       for (int box = 0; box < Tile::kBoxes; ++box) {
-        const int at[5] = {kBoxCols * box, 0, own_key0, place.kv_head, batch};
+        const int at[5] = {kBoxCols * box, 0, own_key0, place.kv_head, place.batch};
         tensor_store(&map, at, room[box].row(64 * consumer));
       }
       tensor_store_commit();
@@ -235,15 +235,16 @@ __global__ void __launch_bounds__(Tile::kThreads, 1)
     attention_backward_hopper(const __grid_constant__ BackwardMaps maps,
                               const __grid_constant__ BackwardOperands<typename Tile::T> in) {
 #if HOPPER_CODE
+  if (sequence_of_block() >= in.sequences) return;
   extern __shared__ __align__(1024) char bytes[];
   using Block = BackwardHopperBlock<Tile>;
   const Block block(bytes, maps, in);
   auto& shared = block.shared;
   if (warp_of_block() < 4) {
-    registers_shrink_to<24>();
+    registers_shrink_to<Tile::kProducerRegisters>();
     if (warp_of_block() == 0) block.bring();
   } else {
-    registers_grow_to<240>();
+    registers_grow_to<Tile::kConsumerRegisters>();
     const BlockGrid<1, 1> alone;
     Reader reader(shared.pipeline, alone);
     Sum<Tile::kWidth> dK = {}, dV = {};
@@ -257,7 +258,7 @@ __global__ void __launch_bounds__(Tile::kThreads, 1)
       block.start_transposed(P, shared.K, stage.Q);
       block.start_transposed(dS, shared.V, stage.d_out);
       wgmma_wait<Tile::kBoxes>();  // the logits
-      block.to_probabilities(P, stage, block.tile_of(step) * Tile::kQueries);
+      block.to_probabilities(P, stage);
       block.to_factor(P_factor, P);
       dV.template start_product<kOfQueries>(P_factor, stage.d_out[0].across_k(), true);
       wgmma_wait<1>();  // dP
@@ -274,7 +275,7 @@ __global__ void __launch_bounds__(Tile::kThreads, 1)
       block.start_part(dQ, step);
       dK.template start_product<kOfQueries>(dS_factor, stage.Q[0].across_k(), true);
       wgmma_wait<1>();  // dQ
-      block.add_part(dQ, step);
+      block.add_part(dQ, stage);
       wgmma_wait<0>();
       reader.give_back();
       reader.next();
@@ -301,8 +302,9 @@ __global__ void __launch_bounds__(128)
   const int col0 = kHalves ? 0 : 64 * part;
   T* const dQ = in.dQ + batch * in.dq.batch + head * in.dq.head;
   wait_for_previous_kernel();
-  const float4* const from = reinterpret_cast<const float4*>(in.dq_sums) +
-                             part_at<Tile>(in, batch, head, tile, part) + threadIdx.x;
+  const float4* const from =
+      reinterpret_cast<const float4*>(in.dq_sums + int64_t{blockIdx.x} * Tile::kPartFloats) +
+      threadIdx.x;
 #pragma unroll
   for (int i = 0; i < Part::size() / 4; ++i) {
     const float4 sums = from[128 * i];

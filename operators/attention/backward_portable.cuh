@@ -16,6 +16,7 @@ struct BackwardOperands : AttentionOperands<T> {
   T *dQ, *dK, *dV;
   float *row_sums, *dq_sums;
   Strides d_o, dq, dk, dv;
+  int sequences;  // heads of K and V, of all batches
 
   /// Where row number `row` of a tensor (batch, queries, heads, width) begins.
   __device__ int64_t begin_of(int row, const Strides& by) const {
@@ -98,17 +99,17 @@ struct BackwardShared {
   Stage stages[2];
 };
 
-/// What a block owns: a tile of keys of one of `kv_heads` heads. The first keys, which causal hides
-/// from the fewest queries, start first.
+/// Block (x, y, z) owns tile x of the keys of a sequence, which is a head of K and V of a batch. The
+/// first keys, which causal hides from the fewest queries, start first. Sequences are counted by y
+/// and z together, since either is less than 2^16.
+__device__ __forceinline__ int sequence_of_block() {
+  return static_cast<int>(blockIdx.z * gridDim.y + blockIdx.y);
+}
 struct BackwardPlace {
-  int key0, kv_head, batch;
+  int kv_head, batch;
 
-  __device__ BackwardPlace(int keys, int tile_keys, int kv_heads) {
-    const int tiles = (keys + tile_keys - 1) / tile_keys, sequence = blockIdx.x / tiles;
-    key0 = static_cast<int>(blockIdx.x) % tiles * tile_keys;
-    kv_head = sequence % kv_heads;
-    batch = sequence / kv_heads;
-  }
+  __device__ explicit BackwardPlace(int kv_heads)
+      : kv_head(sequence_of_block() % kv_heads), batch(sequence_of_block() / kv_heads) {}
 };
 
 /// A lane's sums of kCount x 16 rows become left factors whose columns k to k + 15 they are.
@@ -161,8 +162,10 @@ __global__ void __launch_bounds__(Tile::kThreads, 2)
   constexpr int kCount = Tile::kCount, kOwn = Tile::kOwn;
   extern __shared__ __align__(128) char shared_bytes[];
   auto& shared = *reinterpret_cast<BackwardShared<Tile>*>(shared_bytes);
-  const BackwardPlace place(in.keys, kKeys, in.heads / in.group);
-  const int key0 = place.key0, head0 = place.kv_head * in.group, batch = place.batch;
+  if (sequence_of_block() >= in.sequences) return;
+  const BackwardPlace place(in.heads / in.group);
+  const int key0 = static_cast<int>(blockIdx.x) * kKeys, batch = place.batch;
+  const int head0 = place.kv_head * in.group;
   const int lane = threadIdx.x % 32, warp = threadIdx.x / 32, warp_key = warp * kOwn;
 
   // A step is a tile of queries of a head. Query s sees key0 if s + keys - queries >= key0.
