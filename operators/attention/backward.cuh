@@ -1,6 +1,7 @@
 // The gradients of attention for any shape whose width is a multiple of 8 up to 128, and whose rows
 // are aligned to 16 bytes. On Hopper by operators/attention/backward_hopper.cuh, else by
-// operators/attention/backward_portable.cuh; each has a tile for widths up to 64, and one up to 128.
+// operators/attention/backward_portable.cuh; each has a tile for widths up to 64, and one up to
+// 128.
 #pragma once
 
 #include <algorithm>

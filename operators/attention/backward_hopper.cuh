@@ -1,11 +1,11 @@
 // The gradients of attention on Hopper: *reduce-add* of bonus_attention_backward.cu for rows that
 // lie anywhere, of any width up to 128.
 //
-// A block owns 128 keys of a head of K and V, and its dK and dV. A producer warp has the copy engine
-// bring K and V once, and then tiles of Q and d_out to the stages of a pipeline; it loads the
-// tile's logarithms and D itself. Two consumers, a warpgroup each, have 64 of the keys. P^T and dS^T
-// are left factors in registers; right factors are read where they lie, along their rows for the
-// logits and for dP, and across them for dV and dK.
+// A block owns 128 keys of a head of K and V, and its dK and dV. A producer warp has the copy
+// engine bring K and V once, and then tiles of Q and d_out to the stages of a pipeline; it loads
+// the tile's logarithms and D itself, and says which tile it is. Two consumers, a warpgroup each,
+// have 64 of the keys. P^T and dS^T are left factors in registers; right factors are read where
+// they lie, along their rows for the logits and for dP, and across them for dV and dK.
 //
 // For dQ, which is summed over the keys of both consumers, dS^T is the left factor in shared memory
 // that wgmma reads transposed. Each consumer computes 64 queries by 64 columns of it: with a width

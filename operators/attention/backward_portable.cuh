@@ -99,9 +99,9 @@ struct BackwardShared {
   Stage stages[2];
 };
 
-/// Block (x, y, z) owns tile x of the keys of a sequence, which is a head of K and V of a batch. The
-/// first keys, which causal hides from the fewest queries, start first. Sequences are counted by y
-/// and z together, since either is less than 2^16.
+/// Block (x, y, z) owns tile x of the keys of a sequence, which is a head of K and V of a batch.
+/// The first keys, which causal hides from the fewest queries, start first. Sequences are counted
+/// by y and z together, since either is less than 2^16.
 __device__ __forceinline__ int sequence_of_block() {
   return static_cast<int>(blockIdx.z * gridDim.y + blockIdx.y);
 }
@@ -148,12 +148,12 @@ __device__ __forceinline__ void store_keys(typename Tile::T* tile, int row,
   }
 }
 
-/// K and V of a block stay in shared memory. The queries of all heads that share them come a tile at
-/// a time, the next ones' Q and d_out while these are multiplied, with their logarithms and D. From
-/// K Q^T and V d_out^T a lane has of P^T and dS^T just what it has to hold of a left factor: these
-/// do not leave its registers for dV += P^T d_out and dK += dS^T Q. For dQ += dS K, a sum over the
-/// keys of all warps, dS^T goes through shared memory, and each warp makes a quarter of the columns.
-/// Other blocks have other keys: parts of dQ are added up in memory by atomicAdd.
+/// K and V of a block stay in shared memory. The queries of all heads that share them come a tile
+/// at a time, the next ones' Q and d_out while these are multiplied, with their logarithms and D.
+/// From K Q^T and V d_out^T a lane has of P^T and dS^T just what it has to hold of a left factor:
+/// these do not leave its registers for dV += P^T d_out and dK += dS^T Q. For dQ += dS K, a sum
+/// over the keys of all warps, dS^T goes through shared memory, and each warp makes a quarter of
+/// the columns. Other blocks have other keys: parts of dQ are added up in memory by atomicAdd.
 template <class Tile>
 __global__ void __launch_bounds__(Tile::kThreads, 2)
     attention_backward_portable(BackwardOperands<typename Tile::T> in) {

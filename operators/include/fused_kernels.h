@@ -211,13 +211,14 @@ FK_API int fk_attention_backward_workspace(const fk_attention_gradients* attenti
  * where d_k and d_v are added up over the heads of q that share one of k and v. Shapes: those of
  * forward; d_out that of out, each gradient that of what it is the gradient of; strides of each say
  * where it lies. width is a multiple of 8, at most 128, and strides are multiples of 8. batch *
- * heads * queries, with queries rounded up to a multiple of 128, is at most 2^30; other sizes, scale
- * and type: as forward. P and dS are rounded to the type before they are multiplied, so that in
- * fp16 no dS may be beyond its range; all is added up in fp32. d_q is added up in an order that is
- * another one in each call, so its last bits can differ. A log_sum of more than 2^10 is rounded by
- * 2^-14 and more in fp32, which is an error of all P of its query. A NaN or an infinity in a row
- * that causal hides can make gradients NaN. Alignment: each pointer to 16 bytes. Written: d_q, d_k
- * and d_v, which must not overlap an operand. Device: compute capability 8.0 and newer. */
+ * heads * queries, with queries rounded up to a multiple of 128, is at most 2^30; other sizes,
+ * scale and type: as forward. P and dS are rounded to the type before they are multiplied, so that
+ * in fp16 no dS may be beyond its range; all is added up in fp32. d_q is added up in an order that
+ * is another one in each call, so its last bits can differ. A log_sum beyond 2^10 is off by up to
+ * 2^-14 and more in fp32, and so is, relative to its size, each P of its query. A NaN or an
+ * infinity in a row that causal hides can make gradients NaN. Alignment: each pointer to 16 bytes.
+ * Written: d_q, d_k and d_v, which must not overlap an operand. Device: compute capability 8.0 and
+ * newer. */
 FK_API int fk_attention_backward(const fk_attention_gradients* attention, const void* d_out,
                                  const void* q, const void* k, const void* v, const void* out,
                                  const float* log_sums, void* d_q, void* d_k, void* d_v,

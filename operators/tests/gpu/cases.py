@@ -202,9 +202,11 @@ def attention_in_fp64(q, k, v, causal=False):
     if causal:
         seen = seen.tril(keys - queries)
     logits = (q.shape[3]**-0.5 * (q @ k.transpose(2, 3))).masked_fill(~seen, -torch.inf)
-    sums = logits.logsumexp(3)
+    sums = logits.detach().logsumexp(3)
     base = torch.where(sums.isfinite(), sums, 0)[..., None]
-    return (torch.where(seen, logits - base, -torch.inf).exp() @ v).transpose(1, 2), sums
+    weights = torch.where(seen, logits - base, -torch.inf).exp()
+    total = weights.sum(3, keepdim=True)  # 1, or 0 without a key; its gradient is not 0
+    return ((weights / torch.where(total > 0, total, 1)) @ v).transpose(1, 2), sums
 
 
 @torch.no_grad()
