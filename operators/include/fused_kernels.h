@@ -190,6 +190,41 @@ FK_API int fk_attention_forward(const fk_attention* attention, const void* q, co
                                 const void* v, void* out, float* log_sums, void* workspace,
                                 size_t workspace_bytes, struct CUstream_st* stream);
 
+/* The gradients of attention. */
+typedef struct fk_attention_gradients {
+  size_t size; /* sizeof(fk_attention_gradients) */
+  int type;    /* FK_FLOAT16 or FK_BFLOAT16 */
+  int causal;  /* 0 or 1 */
+  int64_t batch, queries, keys, heads, kv_heads, width;
+  fk_strides q_strides, k_strides, v_strides, out_strides;
+  fk_strides d_out_strides, d_q_strides, d_k_strides, d_v_strides;
+  float scale; /* of the logits, as forward had it */
+} fk_attention_gradients;
+
+/* How many bytes of workspace fk_attention_backward() needs on the current device.
+ * Written: bytes. Errors: as fk_attention_backward(), without those of operands. */
+FK_API int fk_attention_backward_workspace(const fk_attention_gradients* attention, size_t* bytes);
+
+/* The gradients of fk_attention_forward(), which has written out and log_sums. For each head, with
+ * P = exp(scale q k^T - log_sums), 0 where causal hides a key, D = the sum of d_out * out over each
+ * row, and dS = P * (d_out v^T - D): d_q = scale dS k, d_k = scale dS^T q and d_v = P^T d_out,
+ * where d_k and d_v are added up over the heads of q that share one of k and v. Shapes: those of
+ * forward; d_out that of out, each gradient that of what it is the gradient of; strides of each say
+ * where it lies. width is a multiple of 8, at most 128, and strides are multiples of 8. batch *
+ * heads * queries, with queries rounded up to a multiple of 128, is at most 2^30; other sizes,
+ * scale and type: as forward. P and dS are rounded to the type before they are multiplied, so that
+ * in fp16 no dS may be beyond its range; all is added up in fp32. d_q is added up in an order that
+ * is another one in each call, so its last bits can differ. A log_sum beyond 2^10 is off by up to
+ * 2^-14 and more in fp32, and so is, relative to its size, each P of its query. A NaN or an
+ * infinity in a row that causal hides can make gradients NaN. Alignment: each pointer to 16 bytes.
+ * Written: d_q, d_k and d_v, which must not overlap an operand. Device: compute capability 8.0 and
+ * newer. */
+FK_API int fk_attention_backward(const fk_attention_gradients* attention, const void* d_out,
+                                 const void* q, const void* k, const void* v, const void* out,
+                                 const float* log_sums, void* d_q, void* d_k, void* d_v,
+                                 void* workspace, size_t workspace_bytes,
+                                 struct CUstream_st* stream);
+
 /* Spatial diffusion on a mesh, or on a batch of meshes of one shape. */
 typedef struct fk_diffusion {
   size_t size; /* sizeof(fk_diffusion) */
@@ -444,7 +479,8 @@ enum fk_function {
   FK_CLIFFORD_CONNECTED_FORWARD = 14,
   FK_CLIFFORD_CONNECTED_BACKWARD = 15,
   FK_CROSS_ENTROPY_FORWARD = 16,
-  FK_CROSS_ENTROPY_BACKWARD = 17
+  FK_CROSS_ENTROPY_BACKWARD = 17,
+  FK_ATTENTION_BACKWARD = 18
 };
 
 /* A plan that the caller owns, for programs that want to say when something is planned, and how

@@ -273,8 +273,9 @@ constexpr const Function* kFunctions[] = {&product_forward,
                                           &clifford_connected_forward,
                                           &clifford_connected_backward,
                                           &cross_entropy_forward,
-                                          &cross_entropy_backward};
-static_assert(std::size(kFunctions) == FK_CROSS_ENTROPY_BACKWARD);
+                                          &cross_entropy_backward,
+                                          &attention_backward};
+static_assert(std::size(kFunctions) == FK_ATTENTION_BACKWARD);
 
 const Function& with_number(int number) {
   if (number >= 1 && number <= static_cast<int>(std::size(kFunctions))) {

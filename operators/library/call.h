@@ -104,13 +104,14 @@ struct Task {
 constexpr size_t shortest(const fk_product*) { return 40; }     // up to depth
 constexpr size_t shortest(const fk_gating*) { return 40; }      // up to hidden
 constexpr size_t shortest(const fk_attention*) { return 168; }  // as all that follow: whole
+constexpr size_t shortest(const fk_attention_gradients*) { return 264; }
 constexpr size_t shortest(const fk_diffusion*) { return 48; }
 constexpr size_t shortest(const fk_softmax*) { return 40; }
 constexpr size_t shortest(const fk_gradients*) { return 40; }
 constexpr size_t shortest(const fk_clifford*) { return 48; }
 
 /// The most bytes that this library knows of a description, and that a caller's may have.
-constexpr size_t kMostKnown = 256, kMostDescription = 4096;
+constexpr size_t kMostKnown = 320, kMostDescription = 4096;
 
 /// A function of the library that computes. task() throws a Refusal if no GPU, or not this one, can
 /// do what the description asks for.
@@ -148,7 +149,7 @@ extern const Function product_forward, gating_forward, gating_backward, attentio
     attention_log_sums, diffusion_forward, diffusion_backward, softmax_forward, softmax_backward,
     gradients_forward, gradients_backward, clifford_forward, clifford_backward,
     clifford_connected_forward, clifford_connected_backward, cross_entropy_forward,
-    cross_entropy_backward;
+    cross_entropy_backward, attention_backward;
 
 /// Says how many bytes of workspace the function needs, and returns a code.
 int query(const Function& function, const void* description, size_t* bytes) noexcept;

@@ -1,4 +1,4 @@
-"""The library's gradients of the gated layer and of softmax(x W), called as in test_library.py."""
+"""The library's gradients of the gated layer, of softmax(x W) and of attention, called as in test_library.py."""
 
 import ctypes
 import math
@@ -6,9 +6,10 @@ import struct
 
 import pytest
 
-from test_library import (BAD_ARGUMENT, BAD_SHAPE, BAD_ALIGNMENT, BFLOAT16, FLOAT16, FLOAT32, Call,
-                          call_at_the_same_time, call_in_turn, for_each, fused_kernels, in_turn, library, near,
-                          numbers, packed, refuse_a_damaged_workspace, refuse_what_is_damaged, strided)
+from test_library import (BAD_ARGUMENT, BAD_SHAPE, BAD_ALIGNMENT, BFLOAT16, FLOAT16, FLOAT32, ROUNDING, Call, Strides,
+                          call_at_the_same_time, call_in_turn, for_each, fused_kernels, in_turn, library, name_of, near,
+                          numbers, packed, refuse_a_damaged_workspace, refuse_what_is_damaged, run_as_another_gpu,
+                          strided, unpacked)
 
 HALF, FP32 = 2.0**-11 * 1.01, 2.0**-20
 LEAST = 2.0**-25  # fp16 has nothing between multiples of 2^-24
@@ -161,7 +162,125 @@ class CrossEntropyBackward(OfLogits):
         return self.are_gradients_of(g, far)
 
 
-KINDS = [GatedBackward, SoftmaxBackward, CrossEntropyBackward]
+class AttentionBackward(Backward):
+    NAME, Description = "attention_backward", fused_kernels.fk_attention_gradients
+    OF_QUERIES, OF_KEYS, WRITTEN = ("d_out", "q", "out", "d_q"), ("k", "v", "d_k", "d_v"), ("d_q", "d_k", "d_v")
+    NAMES = ("d_out", "q", "k", "v", "out", "log_sums", *WRITTEN)
+
+    def __init__(self, library, batch=1, queries=20, keys=30, heads=2, kv_heads=1, width=16, causal=0, type=FLOAT16,
+                 layout="dense", seed=0):
+        """layout: "dense"; "heads first", (batch, heads, rows, width); or "apart", with gaps between rows and heads."""
+        self.layout, far = layout, width + 8 * (layout == "apart")
+        of = self.description = self.Description(
+            ctypes.sizeof(self.Description), type, causal, batch, queries, keys, heads, kv_heads, width, scale=0.5)
+        self.by, self.rows, operands = {}, {}, {}
+        for i, name in enumerate((*self.OF_QUERIES, *self.OF_KEYS)):
+            rows, of_heads = (queries, heads) if name in self.OF_QUERIES else (keys, kv_heads)
+            self.by[name] = by = ((rows * of_heads * far, far, rows * far) if layout == "heads first" else
+                                  (rows * of_heads * far + 16, of_heads * far, far))
+            if layout != "dense":
+                setattr(of, f"{name}_strides", Strides(*by))
+            else:
+                self.by[name] = by = (rows * of_heads * far, *by[1:])
+            content = bytearray(b"\xff" * (2 * (self.place(name, batch - 1, rows - 1, of_heads - 1) + width)))
+            if name not in self.WRITTEN:
+                values = numbers(batch * rows * of_heads * width, seed + i)
+                self.rows[name] = {}
+                for at in range(batch * rows * of_heads):
+                    row = values[at * width:(at + 1) * width]
+                    where = at // of_heads // rows, at // of_heads % rows, at % of_heads
+                    self.rows[name][where] = row
+                    begin = 2 * self.place(name, *where)
+                    content[begin:begin + 2 * width] = packed(row, type)
+            operands[name] = bytes(content)
+        self.log_sums = []
+        for b in range(batch):
+            for head in range(heads):
+                for s in range(queries):
+                    logits = [self.logit(b, s, t, head) for t in self.seen(s)]
+                    self.log_sums.append(math.log(sum(map(math.exp, logits))) if logits else -math.inf)
+        operands["log_sums"] = packed(self.log_sums, FLOAT32)
+        self.log_sums = unpacked(operands["log_sums"], FLOAT32)
+        super().__init__(library, of, operands)
+
+    def place(self, name, batch, row, head):
+        by = self.by[name]
+        return batch * by[0] + row * by[1] + head * by[2]
+
+    def seen(self, s):
+        of = self.description
+        return range(max(0, s + of.keys - of.queries + 1) if of.causal else of.keys)
+
+    def logit(self, batch, s, t, head):
+        of = self.description
+        q, k = self.rows["q"][batch, s, head], self.rows["k"][batch, t, head * of.kv_heads // of.heads]
+        return 0.5 * sum(a * b for a, b in zip(q, k))
+
+    def expected(self):
+        """(gradient, how far it may be off) of each row, by name and place. P and dS are rounded to the type before the
+        second products, dS perhaps after a rounding of its P. fp32's own errors are as forward's."""
+        of = self.description
+        rounding, least = ROUNDING[of.type], LEAST if of.type == FLOAT16 else 0
+        result = {name: {} for name in self.WRITTEN}
+
+        def add(name, where, factor, off, row):
+            value, far = result[name].setdefault(where, ([0.0] * of.width, [0.0] * of.width))
+            for i, each in enumerate(row):
+                value[i] += factor * each
+                far[i] += off * abs(each)
+
+        for name, rows, of_heads in (("d_q", of.queries, of.heads), ("d_k", of.keys, of.kv_heads),
+                                     ("d_v", of.keys, of.kv_heads)):
+            for b in range(of.batch):
+                for row in range(rows):
+                    for head in range(of_heads):
+                        add(name, (b, row, head), 0, 0, [0.0] * of.width)
+        for (b, s, head), d_out in self.rows["d_out"].items():
+            out, g = self.rows["out"][b, s, head], head * of.kv_heads // of.heads
+            row_sum, size = sum(a * c for a, c in zip(d_out, out)), sum(abs(a * c) for a, c in zip(d_out, out))
+            log_sum = self.log_sums[(b * of.heads + head) * of.queries + s]
+            for t in self.seen(s):
+                p, v = math.exp(self.logit(b, s, t, head) - log_sum), self.rows["v"][b, t, g]
+                d_p = sum(a * c for a, c in zip(d_out, v))
+                d_s = p * (d_p - row_sum)
+                far_s = (2.02 * rounding + 2.0**-16) * abs(d_s) + FP32 * p * (
+                    size + sum(abs(a * c) for a, c in zip(d_out, v))) + least * (1 + abs(d_p - row_sum))
+                add("d_v", (b, t, g), p, (1.01 * rounding + 2.0**-16) * p + least, d_out)
+                add("d_q", (b, s, head), 0.5 * d_s, 0.5 * far_s, self.rows["k"][b, t, g])
+                add("d_k", (b, t, g), 0.5 * d_s, 0.5 * far_s, self.rows["q"][b, s, head])
+        return {name: {where: (value, [1.01 * rounding * abs(each) + off + least for each, off in zip(value, far)])
+                       for where, (value, far) in rows.items()} for name, rows in result.items()}
+
+    def result_is_right(self):
+        of, unit = self.description, 2 * self.description.width
+        if not hasattr(self, "wanted"):
+            self.wanted = self.expected()
+        for name, rows in self.wanted.items():
+            data = bytearray(self.device[name].content())
+            for where, (value, bound) in rows.items():
+                begin = 2 * self.place(name, *where)
+                if not near(unpacked(bytes(data[begin:begin + unit]), of.type), value, bound):
+                    return False
+                data[begin:begin + unit] = b"\xff" * unit
+            assert set(data) == {0xff}  # between rows all is as it was
+        return True
+
+
+KINDS = [GatedBackward, SoftmaxBackward, CrossEntropyBackward, AttentionBackward]
+# Tiles that are not full, of queries and of keys; several of them; heads that share keys; queries without a key.
+ATTENTION = [
+    *((AttentionBackward, dict(type=kind)) for kind in (FLOAT16, BFLOAT16)),
+    (AttentionBackward, dict(queries=1, keys=1, heads=1, width=8)),
+    (AttentionBackward, dict(queries=70, keys=140, heads=1, width=64, type=BFLOAT16)),
+    (AttentionBackward, dict(queries=130, keys=66, heads=1, width=8, causal=1)),
+    (AttentionBackward, dict(queries=20, keys=150, heads=1, width=128, causal=1)),
+    (AttentionBackward, dict(batch=2, queries=7, keys=9, heads=6, kv_heads=2, width=72, type=BFLOAT16)),
+    (AttentionBackward, dict(batch=2, queries=35, keys=18, heads=2, kv_heads=2, width=40, causal=1,
+                             layout="heads first")),
+    (AttentionBackward, dict(batch=2, queries=9, keys=33, heads=4, kv_heads=2, width=24, causal=1, layout="apart")),
+    (AttentionBackward, dict(batch=2, queries=5, keys=9, heads=2, kv_heads=2, width=104, layout="apart",
+                             type=BFLOAT16)),
+]
 CALLS = [
     (GatedBackward, {}),
     (GatedBackward, dict(rows=1, inputs=1, hidden=1)),
@@ -175,17 +294,43 @@ CALLS = [
     (CrossEntropyBackward, dict(rows=1, inputs=1, classes=1)),
     (CrossEntropyBackward, dict(rows=65, inputs=7, classes=9)),
     (CrossEntropyBackward, dict(rows=5, inputs=33, classes=300)),
+    *ATTENTION,
 ]
 SLOW = [
     (GatedBackward, dict(rows=300, inputs=64, hidden=72)),
     (SoftmaxBackward, dict(rows=150, inputs=60, classes=130)),
     (CrossEntropyBackward, dict(rows=150, inputs=60, classes=130)),
+    (AttentionBackward, dict(queries=150, keys=300, heads=2, width=128, causal=1, type=BFLOAT16)),
+    (AttentionBackward, dict(queries=300, keys=280, heads=1, width=64, causal=1)),
 ]
 
 
 @for_each(CALLS, SLOW)
 def test_result(library, kind, options):
     kind(library, **options).run_twice()
+
+
+@pytest.mark.parametrize("capability, taken_for", [("8.0", ""), ("8.6", ""), ("12.0", ""), ("9.0", "8.0"), ("9.0", "")])
+def test_attention_on_other_gpus(capability, taken_for):
+    said = run_as_another_gpu(capability, f"""
+from test_library_gradients import ATTENTION
+for kind, options in ATTENTION:
+    run(kind, **options)
+    assert {b"wgmma" if (capability, taken_for) == ("9.0", "") else b"mma.sync"!r} in library.fk_last_way()
+print(len(ATTENTION), "are right")
+""", FUSED_KERNELS_CAPABILITY=taken_for)
+    assert said == f"{len(ATTENTION)} are right\n"
+
+
+def test_there_are_no_gradients_of_attention_before_compute_capability_8():
+    said = run_as_another_gpu("7.5", """
+import ctypes
+from test_library_gradients import AttentionBackward
+description, bytes = AttentionBackward.Description(264, 1, 0, 1, 8, 8, 1, 1, 64, scale=1), ctypes.c_size_t()
+assert library.fk_attention_backward_workspace(ctypes.byref(description), ctypes.byref(bytes)) == BAD_DEVICE
+print(library.fk_last_error().decode())
+""")
+    assert said == "attention's backward pass needs a GPU of compute capability 8.0 or newer; this one has 7.5\n"
 
 
 @pytest.mark.parametrize("options, slices", [
@@ -211,12 +356,14 @@ IN_TURN = [
     (GatedBackward, [dict(rows=70, inputs=72, hidden=66), dict(rows=3, inputs=8, hidden=8), dict(rows=200)]),
     *((kind, [dict(rows=70, inputs=40, classes=130), dict(rows=3, inputs=8, classes=5), dict(rows=9, classes=600)])
       for kind in (SoftmaxBackward, CrossEntropyBackward)),
+    (AttentionBackward, [dict(keys=150, width=64), dict(queries=1, width=8), dict(queries=70, width=72)]),
 ]
 
 
 @in_turn(IN_TURN)
 def test_shapes_in_turn(library, kind, options):
-    call_in_turn(library, kind, options)
+    """(Where attention has several tiles of keys it adds in another order in each call.)"""
+    call_in_turn(library, kind, options, same_bits=kind is not AttentionBackward)
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -239,6 +386,20 @@ WRONG = {
         *((dict(classes=value), BAD_SHAPE) for value in (0, -1, (1 << 24) + 1)),
         *((dict(type=value), BAD_ARGUMENT) for value in (0, FLOAT16, BFLOAT16)),
     ]),
+    AttentionBackward: [
+        *((dict(batch=value), BAD_SHAPE) for value in (0, -1, 1 << 40, 1 << 23)),
+        *((dict(queries=value), BAD_SHAPE) for value in (0, -1, 1 << 30)),
+        *((dict(keys=value), BAD_SHAPE) for value in (0, -1, 1 << 40)),
+        *((dict(heads=value), BAD_SHAPE) for value in (0, -1, 1 << 30)),
+        *((dict(kv_heads=value), BAD_SHAPE) for value in (0, -1, 3)),
+        *((dict(width=value), BAD_SHAPE) for value in (0, -1, 12, 129, 136, 256)),
+        *((dict(scale=value), BAD_ARGUMENT) for value in (0, -1, math.inf, math.nan)),
+        (dict(causal=2), BAD_ARGUMENT), (dict(type=FLOAT32), BAD_ARGUMENT),
+        (dict(d_out_strides=Strides(640, 32, 8)), BAD_SHAPE), (dict(k_strides=Strides(0, -16, 0)), BAD_SHAPE),
+        (dict(d_v_strides=Strides(0, 1 << 40, 0)), BAD_SHAPE), (dict(d_q_strides=Strides(0, 16, 16)), BAD_SHAPE),
+        *((dict([(f"{name}_strides", Strides(0, 36, 16))]), BAD_ALIGNMENT) for name in AttentionBackward.NAMES
+          if name != "log_sums"),
+    ],
 }
 
 

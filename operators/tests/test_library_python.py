@@ -58,7 +58,7 @@ def test_functions():
 def test_constants():
     constants = {name: int(value) for name, value in re.findall(r"\b(FK_\w+) = (\d+)", TEXT)}
     constants["FK_VERSION"] = int(re.search(r"#define FK_VERSION (\d+)", (HEADER / "fused_kernels.h").read_text())[1])
-    assert len(constants) == 31
+    assert len(constants) == 32
     assert {name: value for name, value in vars(fused_kernels).items() if name.startswith("FK_")} == constants
 
 
@@ -136,8 +136,9 @@ def test_numbers_are_no_keys_by_identity(planned):
     q, causal, scale = Operand(), Cell(0), Cell(0.25)
     for causal.value, scale.value in ((0, 0.25), (0, 0.5), (1, 0.5), (0, 0.25)):
         fused_kernels._attention(q, q, q, causal, scale, False)
-    assert planned == [[False, 0.25], [False, 0.5], [True, 0.5]]
-    assert {type(each) for each in planned[0]} == {bool, float}
+        fused_kernels._attention_backward(*[q] * 6, causal, scale)
+    assert planned == [each for each in ([False, 0.25], [False, 0.5], [True, 0.5]) for _ in range(2)]
+    assert {type(each) for each in sum(planned, [])} == {bool, float}
 
 
 @pytest.mark.parametrize("name, operands", [("clifford", 3), ("clifford_backward", 4), ("clifford_connected", 3),

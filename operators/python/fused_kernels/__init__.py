@@ -5,8 +5,8 @@ Without PyTorch this package has the C library as ctypes sees it: load(), librar
 header's. `python3 -m fused_kernels` tests the library on this machine.
 
 With PyTorch, 2.6 or newer, it has functions of tensors: product(), gating(), attention(), diffusion(), softmax(),
-cross_entropy(), gradient_features(), clifford() and clifford_connected(); and the gradients of all but the product and
-attention as functions of their own, such as gating_backward(). Each docstring says the formula, the shapes and the
+cross_entropy(), gradient_features(), clifford() and clifford_connected(); and the gradients of all but the product as
+functions of their own, such as gating_backward(). Each docstring says the formula, the shapes and the
 types. For all of them:
 
 - Tensors are on one CUDA device. The work is put on PyTorch's current stream of that device, and the function
@@ -58,7 +58,8 @@ FK_FLOAT16, FK_BFLOAT16, FK_FLOAT32, FK_TF32, FK_TF32X3 = 1, 2, 3, 4, 5  # fk_ty
 (FK_PRODUCT_FORWARD, FK_GATING_FORWARD, FK_GATING_BACKWARD, FK_ATTENTION_FORWARD, FK_ATTENTION_LOG_SUMS,
  FK_DIFFUSION_FORWARD, FK_DIFFUSION_BACKWARD, FK_SOFTMAX_FORWARD, FK_SOFTMAX_BACKWARD, FK_GRADIENTS_FORWARD,
  FK_GRADIENTS_BACKWARD, FK_CLIFFORD_FORWARD, FK_CLIFFORD_BACKWARD, FK_CLIFFORD_CONNECTED_FORWARD,
- FK_CLIFFORD_CONNECTED_BACKWARD, FK_CROSS_ENTROPY_FORWARD, FK_CROSS_ENTROPY_BACKWARD) = range(1, 18)  # fk_function
+ FK_CLIFFORD_CONNECTED_BACKWARD, FK_CROSS_ENTROPY_FORWARD, FK_CROSS_ENTROPY_BACKWARD,
+ FK_ATTENTION_BACKWARD) = range(1, 19)  # fk_function
 
 _INT, _INT64, _SIZE, _POINTER = ctypes.c_int, ctypes.c_int64, ctypes.c_size_t, ctypes.c_void_p
 
@@ -76,12 +77,18 @@ fk_gating = _struct("fk_gating", (_SIZE, "size"), (_INT, "type"), (_INT64, "rows
 fk_attention = _struct("fk_attention", (_SIZE, "size"), (_INT, "type causal"),
                        (_INT64, "batch queries keys heads kv_heads width"),
                        (fk_strides, "q_strides k_strides v_strides out_strides"), (ctypes.c_float, "scale"))
+fk_attention_gradients = _struct(
+    "fk_attention_gradients", (_SIZE, "size"), (_INT, "type causal"),
+    (_INT64, "batch queries keys heads kv_heads width"),
+    (fk_strides, "q_strides k_strides v_strides out_strides d_out_strides d_q_strides d_k_strides d_v_strides"),
+    (ctypes.c_float, "scale"))
 fk_diffusion = _struct("fk_diffusion", (_SIZE, "size"), (_INT, "type"), (_INT64, "meshes vertices eigen width"))
 fk_softmax = _struct("fk_softmax", (_SIZE, "size"), (_INT, "type"), (_INT64, "rows inputs classes"))
 fk_gradients = _struct("fk_gradients", (_SIZE, "size"), (_INT, "type"), (_INT64, "vertices eigen width"))
 fk_clifford = _struct("fk_clifford", (_SIZE, "size"), (_INT, "type p q r normed"), (_INT64, "batch features"))
 STRUCTS = {each.__name__: each for each in
-           (fk_strides, fk_product, fk_gating, fk_attention, fk_diffusion, fk_softmax, fk_gradients, fk_clifford)}
+           (fk_strides, fk_product, fk_gating, fk_attention, fk_attention_gradients, fk_diffusion, fk_softmax,
+            fk_gradients, fk_clifford)}
 
 
 def _forward(operands):
@@ -101,6 +108,8 @@ FUNCTIONS = {  # name -> (type of the result, types of the arguments)
     "fk_gating_forward": (_INT, _forward(6)),
     "fk_attention_workspace": (_INT, _WORKSPACE),
     "fk_attention_forward": (_INT, _forward(5)),
+    "fk_attention_backward_workspace": (_INT, _WORKSPACE),
+    "fk_attention_backward": (_INT, _forward(9)),
     "fk_diffusion_workspace": (_INT, _WORKSPACE),
     "fk_diffusion_forward": (_INT, _forward(7)),
     "fk_diffusion_backward_workspace": (_INT, _WORKSPACE),
@@ -568,15 +577,19 @@ def attention(q, k, v, causal=False, scale=None, log_sums=False):
     attention(q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2)).transpose(1, 2): nothing is copied. Where
     width and all strides are multiples of 8 it is faster.
 
-    Gradients: none. If one is asked for, a RuntimeError says so.
+    Gradients: of q, k and v, by attention_backward(), always all three, where width is a multiple of 8, at most 128,
+    and strides are multiples of 8. What is not so is refused in the backward pass. log_sums have no gradient. An
+    incoming gradient that does not lie as the result does is copied, if it is not contiguous. There are no second
+    derivatives.
 
     Raises a ValueError for shapes, types or layouts that are not these, and a RuntimeError for a GPU below compute
     capability 8.0 (fp16: 7.5). Source: operators/attention; the bonus lesson on attention explains it."""
+    wanted = torch.is_grad_enabled() and (q.requires_grad or k.requires_grad or v.requires_grad)
     if _is_traced(q, k, v):
-        out, sums = torch.ops.fused_kernels.attention(q, k, v, causal, scale, log_sums)
+        out, sums = torch.ops.fused_kernels.attention(q, k, v, causal, scale, log_sums or wanted)
+    elif wanted:
+        out, sums = _functions["attention"].apply(q, k, v, bool(causal), None if scale is None else float(scale), True)
     else:
-        if torch.is_grad_enabled() and (q.requires_grad or k.requires_grad or v.requires_grad):
-            raise RuntimeError(_NO_BACKWARD["attention"])
         out, sums = _attention(q, k, v, causal, scale, log_sums)
     return (out, sums) if log_sums else out
 
@@ -620,6 +633,79 @@ def _attention_operator(q, k, v, causal=False, scale=None, log_sums=False):
 def _attention_fake(q, k, v, causal=False, scale=None, log_sums=False):
     sums = (q.shape[0], q.shape[2], q.shape[1]) if log_sums else (0,)
     return torch.empty_like(q), q.new_empty(sums, dtype=torch.float32)
+
+
+def _attention_save(ctx, inputs, output):
+    q, k, v, ctx.causal, ctx.scale, ctx.has_sums = inputs
+    ctx.mark_non_differentiable(output[1])
+    ctx.set_materialize_grads(False)
+    ctx.save_for_backward(q, k, v, *output)
+
+
+def _attention_backward_of(ctx, d_out, d_log_sums):
+    if d_out is None:
+        return (None,) * 6
+    q, k, v, out, log_sums = ctx.saved_tensors
+    if not ctx.has_sums:  # the operator was called by name, without them
+        with torch.no_grad():
+            _, log_sums = attention(q, k, v, ctx.causal, ctx.scale, log_sums=True)
+    d_out = d_out if d_out.stride() == out.stride() else d_out.contiguous()
+    return *attention_backward(d_out, q, k, v, out, log_sums, ctx.causal, ctx.scale), None, None, None
+
+
+def attention_backward(d_out, q, k, v, out, log_sums, causal=False, scale=None):
+    """(d_q, d_k, d_v), the gradients of attention(), which has returned out and log_sums. For each head, with P =
+    exp(scale q k^T - log_sums), 0 where `causal` hides a key, D = the sum of d_out * out over each row, and dS = P *
+    (d_out v^T - D): d_q = scale dS k, d_k = scale dS^T q and d_v = P^T d_out, where d_k and d_v are added up over the
+    heads of q that share one of k and v. d_q is added up in an order that is another one in each call. Shapes: d_out
+    that of out, each gradient that of what it is the gradient of, and its order of dimensions in memory. P and dS are
+    rounded to the type in between. width is a multiple of 8, at most 128. Layout: as attention(), with strides that
+    are multiples of 8; log_sums are contiguous. Type: as attention(). Errors: as attention(), but of fp16, too, a
+    RuntimeError for a GPU below compute capability 8.0. Gradients: none. Source: operators/attention; the bonus lesson
+    on the gradients of attention explains it."""
+    operands = d_out, q, k, v, out, log_sums
+    if _is_traced(*operands):
+        return torch.ops.fused_kernels.attention_backward(*operands, causal, scale)
+    if torch.is_grad_enabled() and any(each.requires_grad for each in operands):
+        raise RuntimeError(_NO_BACKWARD["attention_backward"])
+    return _attention_backward(*operands, causal, scale)
+
+
+def _attention_backward(d_out, q, k, v, out, log_sums, causal=False, scale=None):
+    causal, scale = bool(causal), None if scale is None else float(scale)
+    operands = d_out, q, k, v, out, log_sums
+    device = d_out.get_device()
+    if device < 0 or device != _current_device():
+        return _on_device_of("d_out", d_out, _attention_backward, *operands, causal, scale)
+    key = ("attention_backward", device, *[(each.shape, each.stride(), each.dtype) for each in operands], causal, scale)
+    plan = _plans.get(key) or _remember(key, _plan_attention_backward(*operands, causal, scale))
+    results = [_empty(*layout) for layout in plan.outputs]
+    _launch(plan, *[each.data_ptr() for each in operands], *[each.data_ptr() for each in results])
+    return tuple(results)
+
+
+def _plan_attention_backward(d_out, q, k, v, out, log_sums, causal, scale):
+    _check_dimensions("q", q, 4)
+    _check_dimensions("k", k, 4)
+    kind = _type_of("q", q, float16=FK_FLOAT16, bfloat16=FK_BFLOAT16)
+    (batch, queries, heads, width), (_, keys, kv_heads, _) = q.shape, k.shape
+    for name, tensor in (("k", k), ("v", v)):
+        _check_operand(name, tensor, (batch, keys, kv_heads, width), q.dtype)
+    for name, tensor in (("d_out", d_out), ("out", out)):
+        _check_operand(name, tensor, tuple(q.shape), q.dtype)
+    _check_dense("log_sums", log_sums, (batch, heads, queries), torch.float32)
+    results = [torch.empty_like(each, device="meta") for each in (q, k, v)]
+    strides = [_head_strides(name, each) for name, each in (("q", q), ("k", k), ("v", v), ("out", out),
+                                                            ("d_out", d_out))]
+    description = fk_attention_gradients(
+        0, kind, causal, batch, queries, keys, heads, kv_heads, width, *strides,
+        *(fk_strides(*each.stride()[:3]) for each in results), max(width, 1)**-0.5 if scale is None else scale)
+    return _Plan("fk_attention_backward", description,
+                 tuple((tuple(each.shape), tuple(each.stride()), each.dtype) for each in results))
+
+
+def _attention_backward_fake(d_out, q, k, v, out, log_sums, causal=False, scale=None):
+    return tuple(torch.empty_like(each) for each in (q, k, v))
 
 
 def diffusion(x, basis, mass, evalues, times):
@@ -1216,7 +1302,7 @@ def _save_inputs(ctx, inputs, output):
 # ---- What PyTorch is told ------------------------------------------------------------------------------------------
 
 _NO_BACKWARD = {
-    "attention": "the library has no gradient of attention; call it under torch.no_grad(), or on detached tensors",
+    "attention_backward": "the library has no second derivative of attention",
     "diffusion_backward": "the library has no second derivative of the diffusion",
     "gating_backward": "the library has no second derivative of the gated layer",
     "softmax_backward": "the library has no second derivative of softmax(x w)",
@@ -1278,7 +1364,11 @@ if torch:
     _register(_operators, "gating", "(Tensor x, Tensor w1, Tensor w2, Tensor b1, Tensor b2) -> Tensor", _gating,
               _gating_fake, _save_inputs, _gating_backward_of)
     _register(_operators, "attention", "(Tensor q, Tensor k, Tensor v, bool causal=False, float? scale=None, "
-              "bool log_sums=False) -> (Tensor, Tensor)", _attention_operator, _attention_fake)
+              "bool log_sums=False) -> (Tensor, Tensor)", _attention_operator, _attention_fake, _attention_save,
+              _attention_backward_of)
+    _register(_operators, "attention_backward", "(Tensor d_out, Tensor q, Tensor k, Tensor v, Tensor out, "
+              "Tensor log_sums, bool causal=False, float? scale=None) -> (Tensor, Tensor, Tensor)",
+              _attention_backward, _attention_backward_fake)
     _register(_operators, "diffusion", "(Tensor x, Tensor basis, Tensor mass, Tensor evalues, Tensor times) -> "
               "(Tensor, Tensor)", _diffusion, _diffusion_fake, _diffusion_save, _diffusion_backward_of)
     _register(_operators, "diffusion_backward", "(Tensor d_out, Tensor d_spectral, Tensor basis, Tensor mass, "

@@ -116,8 +116,9 @@ def clifford(x, y, w):
 
 
 # A function at a shape. inputs: how many numbers each has, in the function's order. backward: what the gradients'
-# function reads, and what it writes.
+# function reads, what it writes, and its description, if it has one of its own.
 Case = collections.namedtuple("Case", "name type description inputs formula backward", defaults=[None])
+SEQUENCES = dict(causal=1, batch=1, queries=5, keys=7, heads=2, kv_heads=1, width=8, scale=0.5)
 MULTIVECTORS = dict(type=FP32, p=3, q=0, r=0, normed=1, batch=2, features=4)
 LABELS = [3, 0, -100, 11, 7]  # the third is no class
 CASES = [
@@ -125,8 +126,8 @@ CASES = [
            lambda a, b: dict(c=multiply(a, b, 32))) for each in TYPES),
     Case("gating", FP16, fk.fk_gating(type=FP16, rows=8, inputs=16, hidden=8),
          dict(x=128, w1=128, w2=128, b1=8, b2=8), gating, ("d_out x w1 w2 b1 b2", "d_x d_w1 d_w2 d_b1 d_b2")),
-    *(Case("attention", each, fk.fk_attention(type=each, causal=1, batch=1, queries=5, keys=7, heads=2, kv_heads=1,
-                                              width=8, scale=0.5), dict(q=80, k=56, v=56), attention)
+    *(Case("attention", each, fk.fk_attention(type=each, **SEQUENCES), dict(q=80, k=56, v=56), attention,
+           ("d_out q k v out log_sums", "d_q d_k d_v", fk.fk_attention_gradients(type=each, **SEQUENCES)))
       for each in (FP16, BF16)),
     Case("diffusion", BF16, fk.fk_diffusion(type=BF16, meshes=1, vertices=9, eigen=8, width=8),
          dict(x=72, basis=72, mass=9, evalues=8, times=8), diffusion,
@@ -234,21 +235,22 @@ def test(loaded, memory, case):
     values = {name: LABELS if name == "labels" else numbers(size, 0 if name in ("mass", "evalues", "times") else -1)
               for name, size in case.inputs.items()}
     results = case.formula(**values)
-    steps, incoming = [("forward", " ".join(case.inputs), results)], {}
+    steps, incoming = [("forward", " ".join(case.inputs), results, case.description)], {}
     if case.backward:
-        read, written = case.backward
+        read, written, *other = case.backward
         incoming = {name: numbers(len(each)) for name, each in results.items() if f"d_{name}" in read.split()}
         steps.append(("backward", read, gradients(case.formula, values, incoming,
-                                                  [name.removeprefix("d_") for name in written.split()])))
+                                                  [name.removeprefix("d_") for name in written.split()]),
+                      *(other or [case.description])))
     operands = values | {f"d_{name}": d for name, d in incoming.items()}
     at = {name: memory.put(packed(each, case.type)) for name, each in operands.items()}
-    for step, read, expected in steps:
+    for step, read, expected, description in steps:
         # Attention's sums are fp32, whatever the type of its operands.
         types = {name: FP32 if name == "log_sums" else case.type for name in expected}
         sizes = {name: len(packed([0.0] * len(each), types[name])) for name, each in expected.items()}
         at |= {name: memory.put(b"\xff" * size) for name, size in sizes.items()}  # of NaN
         arguments = [at[name] for name in (*read.split(), *expected)]
-        if refused := call(loaded, memory, f"fk_{case.name}_{step}", case.description, arguments):
+        if refused := call(loaded, memory, f"fk_{case.name}_{step}", description, arguments):
             yield step, [], refused
             return
         found = {name: unpacked(memory.get(at[name], size), types[name]) for name, size in sizes.items()}

@@ -6,7 +6,7 @@ import threading
 
 import torch
 
-from cases import EACH, alike, fused_kernels, numbers, tensors
+from cases import EACH, alike, differentiable, fused_kernels, numbers, tensors
 
 
 def captures_graphs():
@@ -37,7 +37,7 @@ def captures_gradients():
         wanted = [operands[at].requires_grad_() for at in case.wants_gradients]
 
         def step():
-            result = tensors(case.run(*operands))
+            result = differentiable(case.run(*operands))
             return torch.autograd.grad(result, wanted, [torch.ones_like(each) for each in result])
 
         on_the_side = torch.cuda.Stream()

@@ -54,6 +54,11 @@ def tensors(result):
     return result if isinstance(result, tuple) else (result,)
 
 
+def differentiable(result):
+    """Those of the results that have gradients."""
+    return tuple(each for each in tensors(result) if each.requires_grad)
+
+
 @dataclasses.dataclass
 class Case:
     name: str
@@ -185,7 +190,73 @@ def attention(batch, queries, keys, heads, kv_heads, width, dtype, causal=False,
         return fused_kernels.attention(q, k, v, causal, log_sums=True)
 
     name = f"attention-{batch}x{queries}x{keys}x{heads}x{kv_heads}x{width}-{str(dtype)[6:]}"
-    return Case(name + ("-causal" if causal else "") + f"-{layout.replace(' ', '_')}", run, operands, check)
+    return Case(name + ("-causal" if causal else "") + f"-{layout.replace(' ', '_')}", run, operands, check,
+                (0, 1, 2) if width % 8 == 0 and width <= 128 else ())
+
+
+def attention_in_fp64(q, k, v, causal=False):
+    """(out, log_sums) of tensors in fp64, as autograd can differentiate it: a query without a key gets zeros."""
+    queries, keys, group = q.shape[1], k.shape[1], q.shape[2] // k.shape[2]
+    q, k, v = (each.transpose(1, 2) for each in (q, k.repeat_interleave(group, 2), v.repeat_interleave(group, 2)))
+    seen = torch.ones(queries, keys, dtype=torch.bool, device="cuda")
+    if causal:
+        seen = seen.tril(keys - queries)
+    logits = (q.shape[3]**-0.5 * (q @ k.transpose(2, 3))).masked_fill(~seen, -torch.inf)
+    sums = logits.detach().logsumexp(3)
+    base = torch.where(sums.isfinite(), sums, 0)[..., None]
+    weights = torch.where(seen, logits - base, -torch.inf).exp()
+    total = weights.sum(3, keepdim=True)  # 1, or 0 without a key; its gradient is not 0
+    return ((weights / torch.where(total > 0, total, 1)) @ v).transpose(1, 2), sums
+
+
+@torch.no_grad()
+def attention_gradient_sizes(d_out, q, k, v, out, log_sums, causal):
+    """What the terms of each number of attention's gradients amount to, without their signs, in fp64; and, with them,
+    the gradients: of formulas, not by autograd."""
+    queries, keys, group = q.shape[1], k.shape[1], q.shape[2] // k.shape[2]
+    d_out, q, k, v, out = (each.transpose(1, 2) for each in (
+        d_out, q, k.repeat_interleave(group, 2), v.repeat_interleave(group, 2), out))
+    scale, seen = q.shape[3]**-0.5, torch.ones(queries, keys, dtype=torch.bool, device="cuda")
+    if causal:
+        seen = seen.tril(keys - queries)
+    weights = torch.where(seen, (scale * (q @ k.transpose(2, 3)) - log_sums[..., None]).exp(), 0)
+    d_s = weights * (d_out @ v.transpose(2, 3) - (d_out * out).sum(3, keepdim=True))
+    # What dS is a difference of: each is rounded by itself in fp32, and out to the type.
+    far = weights * (d_out.abs() @ v.abs().transpose(2, 3) + (d_out * out).abs().sum(3, keepdim=True))
+
+    def of_keys(rows):
+        return rows.unflatten(1, (-1, group)).sum(2).transpose(1, 2)
+
+    return [((scale * (d_s @ k)).transpose(1, 2), (scale * (far @ k.abs())).transpose(1, 2)),
+            (of_keys(scale * (d_s.transpose(2, 3) @ q)), of_keys(scale * (far.transpose(2, 3) @ q.abs()))),
+            (of_keys(weights.transpose(2, 3) @ d_out), of_keys(weights.transpose(2, 3) @ d_out.abs()))]
+
+
+def attention_backward(batch, queries, keys, heads, kv_heads, width, dtype, causal=False, layout="rows first"):
+    """Of out and log_sums that are forward's, in fp64, rounded."""
+    forward = attention(batch, queries, keys, heads, kv_heads, width, dtype, causal, layout)
+
+    def operands(seed=0):
+        q, k, v = forward.operands(seed)
+        out, log_sums = attention_in_fp64(q.double(), k.double(), v.double(), causal)
+        d_out = torch.empty_like(q).copy_(numbers(*q.shape, dtype=dtype, seed=seed + 7))
+        return d_out, q, k, v, torch.empty_like(q).copy_(out), log_sums.float().contiguous()
+
+    def check(operands, result):
+        doubles = [each.detach().double() for each in operands]
+        for found, operand, (expected, size) in zip(result, operands[1:4], attention_gradient_sizes(*doubles, causal),
+                                                    strict=True):
+            assert found.dtype == dtype and found.shape == operand.shape
+            # P and dS are rounded to the type, the latter perhaps of a rounded P, and the result after them.
+            least = 2.0**-24 * (1 + queries + keys) if dtype == FP16 else 0
+            assert bool(((found - expected).abs() <= 4 * ROUNDING[dtype] * size + least).all())
+            if found.numel() > 1 and keys > 1:  # the terms of a single number, and of a single key, may cancel
+                alike(found, expected, 8)
+
+    def run(*operands):
+        return fused_kernels.attention_backward(*operands, causal)
+
+    return Case(forward.name.replace("attention", "attention_backward", 1), run, operands, check, more=(causal,))
 
 
 # ---- Diffusion ----------------------------------------------------------------------------------------------------
@@ -540,7 +611,13 @@ CASES = [
       for layout in ("rows first", "heads first")
       for *sizes, causal in ((1, 1, 1, 1, 1, 1, False), (2, 5, 9, 4, 2, 24, True), (1, 9, 5, 1, 1, 7, True),
                              (1, 3, 300, 2, 2, 72, False), (2, 129, 257, 4, 2, 128, True))),
-    *(attention(2, 77, 77, 3, 3, 64, dtype, layout="packed") for dtype in (FP16, BF16)),
+    *(make(2, 77, 77, 3, 3, 64, dtype, layout="packed") for make in (attention, attention_backward)
+      for dtype in (FP16, BF16)),
+    *(attention_backward(*sizes, dtype, causal, layout) for dtype in (FP16, BF16)
+      for layout in ("rows first", "heads first")
+      for *sizes, causal in ((1, 1, 1, 1, 1, 8, False), (2, 5, 9, 4, 2, 24, True), (1, 90, 50, 1, 1, 64, True),
+                             (1, 3, 300, 2, 2, 72, False), (2, 129, 257, 4, 2, 128, True),
+                             (2, 700, 300, 6, 2, 64, False), (1, 1000, 1000, 2, 2, 128, False))),
     *(make(*sizes) for make in (diffusion, diffusion_backward) for sizes in MESHES),
     *(make(21, 40, 72, meshes=(3,)) for make in (diffusion, diffusion_backward)),
     *(softmax(*sizes) for sizes in ((1, 1, 1), (65, 7, 9), (5, 130, 133), (33, 65, 130), (3, 20, 9001),
@@ -560,6 +637,7 @@ IN_TURN = [
     [product(*sizes, FP32, math="tf32x3") for sizes in ((257, 333, 129), (1, 8, 8), (1001, 515, 777))],
     *([make(*sizes) for sizes in ((1001, 129, 257), (3, 8, 8), (200, 64, 64))] for make in (gating, gating_backward)),
     [attention(2, *sizes, BF16) for sizes in ((129, 257, 4, 2, 128), (5, 9, 4, 2, 24), (3, 300, 2, 2, 200))],
+    [attention_backward(2, *sizes, BF16) for sizes in ((129, 257, 4, 2, 128), (5, 9, 4, 2, 24), (3, 300, 2, 2, 64))],
     *([make(*sizes) for sizes in ((5001, 128, 256), (1, 8, 8), (700, 32, 264))]
       for make in (diffusion, diffusion_backward, gradient_features, gradient_features_backward)),
     *([make(*sizes) for sizes in ((1000, 516, 777), (65, 7, 9), (3, 20, 9001))]
@@ -571,7 +649,8 @@ IN_TURN = [
 EACH = [  # one of each function, and of the product one of each type and math
     *(product(257, 136, 129, dtype) for dtype in (FP16, BF16, FP32)),
     *(product(257, 136, 129, FP32, math=math) for math in ("tf32", "tf32x3")), gating(257, 129, 136),
-    attention(2, 129, 257, 4, 2, 64, BF16, causal=True), diffusion(1234, 64, 72, meshes=(2,)),
+    attention(2, 129, 257, 4, 2, 64, BF16, causal=True), attention_backward(2, 129, 257, 4, 2, 64, BF16, causal=True),
+    diffusion(1234, 64, 72, meshes=(2,)),
     diffusion_backward(1234, 64, 72, meshes=(2,)), softmax(129, 65, 257), gradient_features(1234, 64, 72),
     gradient_features_backward(1234, 64, 72), clifford(65, 72), clifford_backward(65, 72),
     gating_backward(257, 129, 136), softmax_backward(129, 65, 257), cross_entropy(129, 65, 257),

@@ -22,7 +22,7 @@ if "FUSED_KERNELS_LIBRARY" not in os.environ and not BUILT.exists():
 
 import alone
 import cases
-from cases import (BF16, CASES, EACH, FP16, FP32, alike, check_diffusion_backward, diffusion_in_fp64,
+from cases import (BF16, CASES, EACH, FP16, FP32, alike, check_diffusion_backward, differentiable, diffusion_in_fp64,
                    fused_kernels, gating_in_fp64, numbers, tensors)
 
 SECONDS = 90  # of a test, before the process is ended
@@ -328,7 +328,8 @@ def test_gradients_of_the_gradient_features(sizes, guarded):
 
 
 @pytest.mark.parametrize("case", [case for case in DIFFERENTIABLE
-                                  if not case.name.startswith(("diffusion", "gradient_features"))], ids=str)
+                                  if not case.name.startswith(("attention", "diffusion", "gradient_features"))],
+                         ids=str)
 def test_gradients_by_pytorch(case):
     """Some roundings to the type: of products, of what is multiplied next, and of PyTorch's partial sums."""
     operands, wanted = with_gradients(case)
@@ -348,15 +349,58 @@ def test_gradients_by_pytorch(case):
 @pytest.mark.parametrize("case", DIFFERENTIABLE, ids=str)
 def test_one_gradient_alone(case):
     operands, wanted = with_gradients(case)
-    result = tensors(case.run(*operands))
+    result = differentiable(case.run(*operands))
     d = [torch.ones_like(each) for each in result]
     all_found = torch.autograd.grad(result, wanted, d)
     for at, expected in zip(case.wants_gradients, all_found):
         operands, _ = with_gradients(case)
         for i, each in enumerate(operands):
             each.requires_grad_(i == at)
-        (found,) = torch.autograd.grad(tensors(case.run(*operands)), operands[at], d)
+        (found,) = torch.autograd.grad(differentiable(case.run(*operands)), operands[at], d)
         alike(found, expected, 2)
+
+
+@pytest.mark.parametrize("layout", ["rows first", "heads first", "packed"])
+@pytest.mark.parametrize("dtype", [FP16, BF16], ids=str)
+@pytest.mark.parametrize("sizes", [(2, 77, 77, 3, 3, 64, True), (1, 300, 300, 2, 2, 128, False),
+                                   (2, 50, 200, 4, 2, 40, True), (1, 200, 90, 6, 1, 72, True)], ids=str)
+def test_gradients_of_attention(sizes, dtype, layout, guarded):
+    """Those of its formulas, in fp64, from what forward has returned; and those that autograd finds."""
+    *sizes, causal = sizes
+    if layout == "packed" and (sizes[1] != sizes[2] or sizes[3] != sizes[4]):
+        pytest.skip("there are as many keys as queries in one projection")
+    case = cases.attention(*sizes, dtype, causal, layout)
+    operands, wanted = with_gradients(case)
+    out, log_sums = fused_kernels.attention(*operands, causal, log_sums=True)
+    assert out.requires_grad and not log_sums.requires_grad
+    d = torch.empty_like(out).copy_(numbers(*out.shape, dtype=dtype, seed=11))
+    found = torch.autograd.grad(out, wanted, d, retain_graph=True)
+    guarded()
+    cases.attention_backward(*sizes, dtype, causal, layout).check((d, *operands, out, log_sums), found)
+    for each, operand in zip(found, operands):
+        assert each.stride() == torch.empty_like(operand).stride()
+    for one, other in zip(found, in_fp64(lambda *each: cases.attention_in_fp64(*each, causal)[0], operands, wanted,
+                                         [d])):
+        alike(one, other, 16)
+    # A gradient that lies otherwise, and one that is a single number.
+    for other in (d.transpose(1, 2).contiguous().transpose(1, 2), d.contiguous()):
+        for one, same in zip(torch.autograd.grad(out, wanted, other, retain_graph=True), found):
+            alike(one, same, 2)
+    ones = torch.autograd.grad(out, wanted, torch.ones_like(out), retain_graph=True)
+    for one, same in zip(torch.autograd.grad(out.sum(), wanted), ones):
+        alike(one, same, 2)
+
+
+def test_gradients_of_attention_by_name():
+    """The operator without log_sums, and as torch.compile sees a call that does not ask for them."""
+    operands, wanted = with_gradients(cases.attention(2, 50, 200, 4, 2, 40, BF16))
+    d = numbers(2, 50, 4, 40, dtype=BF16, seed=11)
+    expected = torch.autograd.grad(fused_kernels.attention(*operands), wanted, d)
+    torch._dynamo.reset()
+    compiled = torch.compile(fused_kernels.attention, fullgraph=True, backend="aot_eager")
+    for run in (lambda *each: torch.ops.fused_kernels.attention(*each)[0], compiled):
+        for one, other in zip(torch.autograd.grad(run(*operands), wanted, d), expected):
+            alike(one, other, 2)
 
 
 def test_parameters_of_a_module():
@@ -395,17 +439,21 @@ def test_second_derivatives():
         operands, wanted = with_gradients(case)
         with pytest.raises(RuntimeError, match=f"no second derivative of {name}"):
             torch.autograd.grad(case.run(*operands).sum(), wanted, create_graph=True)
+    q, k, v = (numbers(2, 40, 3, 16, dtype=FP16, seed=seed).requires_grad_() for seed in (1, 2, 3))
+    with pytest.raises(RuntimeError, match="no second derivative of attention"):
+        torch.autograd.grad(fused_kernels.attention(q, k, v).sum(), (q, k, v), create_graph=True)
     operands, wanted = with_gradients(cases.clifford(5, 13))
     with pytest.raises(RuntimeError, match="no second derivative of the Clifford product"):
         torch.autograd.grad(fused_kernels.clifford(*operands).sum(), wanted, create_graph=True)
 
 
 def test_gradients_that_are_not_there():
-    q = numbers(1, 4, 2, 8, dtype=FP16).requires_grad_()
-    with pytest.raises(RuntimeError, match="no gradient of attention"):
-        fused_kernels.attention(q, q, q)
-    with torch.no_grad():
-        fused_kernels.attention(q, q, q)
+    for width, words in ((136, "width is 136; it has to be from 1 to 128"), (12, "width is 12; it has to be a mult")):
+        q, k, v = (numbers(1, 4, 2, width, dtype=FP16, seed=seed).requires_grad_() for seed in (1, 2, 3))
+        out = fused_kernels.attention(q, k, v)
+        assert torch.equal(out, fused_kernels.attention(q.detach(), k.detach(), v.detach()))
+        with pytest.raises(ValueError, match=words):
+            out.sum().backward()
     for at in (1, 2, 3):
         operands, _ = with_gradients(cases.diffusion(70, 24, 16))
         operands[at].requires_grad_()
@@ -443,7 +491,7 @@ def test_opcheck(case):
 def test_operators_compute_the_same(case):
     """Called by name, as torch.compile calls them."""
     operands = case.operands()
-    more = (True, None, True) if case.name.startswith("attention") else case.more
+    more = (True, None, True) if case.name.startswith("attention-") else case.more
     case.check(operands, operator_of(case)(*operands, *more))
 
 
@@ -467,9 +515,10 @@ def test_compile(case):
         return
     result = tensors(compiled(*operands))
     case.check(whole, result if len(result) > 1 else result[0])
+    result = differentiable(result)
     d = [numbers(*each.shape, dtype=each.dtype, seed=11) for each in result]
     found = torch.autograd.grad(result, wanted, d)
-    expected = torch.autograd.grad(tensors(case.run(operands[0] * 2, *operands[1:])), wanted, d)
+    expected = torch.autograd.grad(differentiable(case.run(operands[0] * 2, *operands[1:])), wanted, d)
     for one, other in zip(found, expected):
         alike(one, other, 256 if one.dtype == FP32 else 8)
 

@@ -1,61 +1,17 @@
 // Attention of operators/attention, as the library exports it.
 
-#include <cmath>
-
 #include "operators/attention/layer.cuh"
+#include "operators/library/attention/tensor.h"
 #include "operators/library/call.h"
 
 namespace {
 
 using namespace operators::library;
 using operators::attention::Attention, operators::attention::AttentionMemory;
-using operators::attention::AttentionShape, operators::attention::Strides;
-
-constexpr int64_t kMost = 1 << 30;
-
-/// One of the four tensors.
-struct Tensor {
-  const char* name;
-  fk_strides strides;
-  int64_t batch, rows, heads, width;
-
-  /// The strides; dense ones where there is no neighbour.
-  Strides all() const {
-    const Strides dense = Strides::rows_of_heads(rows, heads, width);
-    if ((strides.batch | strides.row | strides.head) == 0) return dense;
-    return {batch == 1 ? dense.batch : strides.batch, rows == 1 ? dense.row : strides.row,
-            heads == 1 ? dense.head : strides.head};
-  }
-  /// How many elements there are from the first to the last.
-  int64_t count() const {
-    const Strides by = all();
-    return (batch - 1) * by.batch + (rows - 1) * by.row + (heads - 1) * by.head + width;
-  }
-  /// Refuses strides in which two elements of the tensor may share a place.
-  void check() const {
-    struct Dimension {
-      int64_t stride, size;
-    };
-    const Strides by = all();
-    Dimension sorted[] = {{by.batch, batch}, {by.row, rows}, {by.head, heads}};
-    std::sort(std::begin(sorted), std::end(sorted),
-              [](const Dimension& a, const Dimension& b) { return a.stride < b.stride; });
-    int64_t long_so_far = width;
-    for (const Dimension& each : sorted) {
-      if (each.size == 1) continue;
-      if (each.stride < long_so_far || each.stride > int64_t{1} << 38) {
-        throw Refusal{FK_BAD_SHAPE, std::string(name) + ": a stride is " +
-                                        std::to_string(each.stride) +
-                                        "; neighbours have to be from " +
-                                        std::to_string(long_so_far) + " to 2^38 elements apart"};
-      }
-      long_so_far += (each.size - 1) * each.stride;
-    }
-  }
-};
+using operators::attention::AttentionShape;
 
 struct Tensors {
-  Tensor q, k, v, out;
+  AttentionTensor q, k, v, out;
   explicit Tensors(const fk_attention& of)
       : q{"q_strides", of.q_strides, of.batch, of.queries, of.heads, of.width},
         k{"k_strides", of.k_strides, of.batch, of.keys, of.kv_heads, of.width},
@@ -65,34 +21,9 @@ struct Tensors {
 
 /// Refuses a description that no GPU, or not this one, can compute.
 void check(const fk_attention& of) {
-  check_type("attention", of.type, {FK_FLOAT16, FK_BFLOAT16});
-  if (of.causal != 0 && of.causal != 1) {
-    throw Refusal{FK_BAD_ARGUMENT,
-                  "causal is " + std::to_string(of.causal) + "; it has to be 0 or 1"};
-  }
-  check_sizes({{"batch", of.batch, kMost},
-               {"queries", of.queries, kMost},
-               {"keys", of.keys, kMost},
-               {"heads", of.heads, kMost},
-               {"kv_heads", of.kv_heads, kMost},
-               {"width", of.width, 256}});
-  if (of.heads % of.kv_heads != 0) {
-    throw Refusal{FK_BAD_SHAPE, "heads is " + std::to_string(of.heads) +
-                                    ", which is not a multiple of kv_heads, " +
-                                    std::to_string(of.kv_heads)};
-  }
-  if (of.batch * of.heads > kMost || of.batch * of.heads * of.queries > kMost) {
-    throw Refusal{FK_BAD_SHAPE, "batch * heads * queries is more than 2^30"};
-  }
-  if (of.batch * of.kv_heads * of.keys > kMost) {
-    throw Refusal{FK_BAD_SHAPE, "batch * kv_heads * keys is more than 2^30"};
-  }
-  if (!(of.scale > 0) || std::isinf(of.scale)) {
-    throw Refusal{FK_BAD_ARGUMENT,
-                  "scale is " + std::to_string(of.scale) + "; it has to be positive and finite"};
-  }
+  check_attention(of, 256);
   const Tensors tensors(of);
-  for (const Tensor* each : {&tensors.q, &tensors.k, &tensors.v, &tensors.out}) each->check();
+  for (const auto* each : {&tensors.q, &tensors.k, &tensors.v, &tensors.out}) each->check();
   check_capability("attention", of.type == FK_FLOAT16 ? 75 : 80);
 }
 

@@ -1,0 +1,284 @@
+// The gradients of attention on any GPU from compute capability 8.0 on: *tensor cores* of
+// bonus_attention_backward.cu for rows that lie anywhere, of any width up to 128. And what comes
+// before it and after it.
+#pragma once
+
+#include "operators/attention/portable.cuh"
+#include "primitives/neighbours.cuh"
+
+namespace operators::attention {
+
+/// What a kernel gets. `out` and `log_sums` are read here. row_sums (batch, heads, queries) is D,
+/// the sum of d_out * out over each row of these; dq_sums is where parts of dQ are added up.
+template <typename T>
+struct BackwardOperands : AttentionOperands<T> {
+  const T* d_out;
+  T *dQ, *dK, *dV;
+  float *row_sums, *dq_sums;
+  Strides d_o, dq, dk, dv;
+  int sequences;  // heads of K and V, of all batches
+
+  /// Where row number `row` of a tensor (batch, queries, heads, width) begins.
+  __device__ int64_t begin_of(int row, const Strides& by) const {
+    const int head = row % this->heads, rest = row / this->heads;
+    return rest / this->queries * by.batch + rest % this->queries * by.row + head * by.head;
+  }
+};
+
+// ---- Before and after ---------------------------------------------------------------------------
+
+// Of widths up to kWidth a warp owns a row, and a lane kWidth / 32 neighbours of it.
+inline constexpr int kRowThreads = 256, kBlockRows = kRowThreads / 32;
+
+/// D of `rows` rows, and zeros in dq_sums, which has kWidth floats for each of rows_of_sums rows.
+template <typename T, int kWidth>
+__global__ void __launch_bounds__(kRowThreads)
+    attention_row_sums(BackwardOperands<T> in, int rows, int rows_of_sums) {
+  constexpr int kOwn = kWidth / 32;
+  const int lane = threadIdx.x % 32, col = kOwn * lane;
+  const int row = static_cast<int>(blockIdx.x) * kBlockRows + threadIdx.x / 32;
+  if (row >= rows_of_sums) return;
+  *reinterpret_cast<Neighbours<float, kOwn>*>(in.dq_sums + int64_t{row} * kWidth + col) = {};
+  if (row >= rows) return;
+  float sum = 0;
+  if (col < in.width) {
+    using Own = const Neighbours<T, kOwn>*;
+    const auto out = *reinterpret_cast<Own>(in.out + in.begin_of(row, in.o) + col);
+    const auto d_out = *reinterpret_cast<Own>(in.d_out + in.begin_of(row, in.d_o) + col);
+#pragma unroll
+    for (int i = 0; i < kOwn; ++i) {
+      sum += static_cast<float>(out.values[i]) * static_cast<float>(d_out.values[i]);
+    }
+  }
+  sum = lanes_sum<32>(sum);
+  const int head = row % in.heads, rest = row / in.heads;
+  const int query = rest % in.queries, batch = rest / in.queries;
+  if (lane == 0) in.row_sums[(batch * in.heads + head) * in.queries + query] = sum;
+}
+
+/// dQ: the sums, scaled and rounded. dq_sums is (batch, queries, heads, kWidth).
+template <typename T, int kWidth>
+__global__ void __launch_bounds__(kRowThreads)
+    attention_finish_dq(BackwardOperands<T> in, int rows) {
+  constexpr int kOwn = kWidth / 32;
+  const int col = threadIdx.x % 32 * kOwn;
+  const int row = static_cast<int>(blockIdx.x) * kBlockRows + threadIdx.x / 32;
+  if (row >= rows || col >= in.width) return;
+  const auto sums =
+      *reinterpret_cast<const Neighbours<float, kOwn>*>(in.dq_sums + int64_t{row} * kWidth + col);
+  Neighbours<T, kOwn> own;
+#pragma unroll
+  for (int i = 0; i < kOwn; ++i) own.values[i] = T(in.scale * sums.values[i]);
+  *reinterpret_cast<Neighbours<T, kOwn>*>(in.dQ + in.begin_of(row, in.dq) + col) = own;
+}
+
+// ---- Between these ------------------------------------------------------------------------------
+
+/// A block owns kKeys keys of a head of K and V, a warp kOwn of them, and of these dK and dV. Tiles
+/// of kQueries rows of Q and d_out stream past.
+template <typename T_, int kWidth_>
+struct BackwardTile {
+  using T = T_;
+  static constexpr int kWidth = kWidth_, kWarps = 4, kThreads = 32 * kWarps;
+  static constexpr bool kAligned = true;
+  static constexpr int kCount = kWidth == 64 ? 2 : 1;  // matrices of 16 keys that a warp has
+  static constexpr int kOwn = 16 * kCount, kKeys = kWarps * kOwn, kQueries = 32;
+};
+
+template <class Tile>
+struct BackwardShared {
+  using T = typename Tile::T;
+  struct Stage {
+    alignas(128) T Q[Tile::kQueries * Tile::kWidth];
+    T d_out[Tile::kQueries * Tile::kWidth];
+    float log_sums[Tile::kQueries], row_sums[Tile::kQueries];
+  };
+  alignas(128) T K[Tile::kKeys * Tile::kWidth];
+  T V[Tile::kKeys * Tile::kWidth];
+  T dS[Tile::kKeys * Tile::kQueries];  // transposed: a row has all queries of a key
+  Stage stages[2];
+};
+
+/// Block (x, y, z) owns tile x of the keys of a sequence, which is a head of K and V of a batch.
+/// The first keys, which causal hides from the fewest queries, start first. Sequences are counted
+/// by y and z together, since either is less than 2^16.
+__device__ __forceinline__ int sequence_of_block() {
+  return static_cast<int>(blockIdx.z * gridDim.y + blockIdx.y);
+}
+struct BackwardPlace {
+  int kv_head, batch;
+
+  __device__ explicit BackwardPlace(int kv_heads)
+      : kv_head(sequence_of_block() % kv_heads), batch(sequence_of_block() / kv_heads) {}
+};
+
+/// A lane's sums of kCount x 16 rows become left factors whose columns k to k + 15 they are.
+template <typename T, int kCount, int kCols8>
+__device__ __forceinline__ void to_left(unsigned (&a)[kCount][4],
+                                        const float (&sums)[kCount][kCols8][4], int k) {
+  // Registers 0 and 1 of a left factor are the lane's two rows of the left 8 columns, 2 and 3 of
+  // the right 8: the lane has exactly these four pairs of the sums.
+#pragma unroll
+  for (int i = 0; i < 4 * kCount; ++i) {
+    const float* const pair = &sums[i / 4][k / 8 + i / 2 % 2][i % 2 * 2];
+    a[i / 4][i % 4] = pack2<T>(pair[0], pair[1]);
+  }
+}
+
+/// Stores a warp's sums, times `factor`, by way of its own rows of a tile, from row `row` on. `to`
+/// is where the first of them belongs, in rows `stride` elements apart, of which `there` exist.
+template <class Tile>
+__device__ __forceinline__ void store_keys(typename Tile::T* tile, int row,
+                                           float (&sums)[Tile::kCount][Tile::kWidth / 8][4],
+                                           float factor, typename Tile::T* to, int64_t stride,
+                                           int there, int width) {
+#pragma unroll
+  for (int m = 0; m < Tile::kCount; ++m) {
+#pragma unroll
+    for (int i = 0; i < Tile::kWidth / 2; ++i) sums[m][i / 4][i % 4] *= factor;
+  }
+  to_tile<Tile::kWidth>(tile, row, 0, sums);
+  __syncwarp();
+  constexpr int kPieces = Tile::kWidth / 8;
+  for (int i = threadIdx.x % 32; i < Tile::kOwn * kPieces; i += 32) {
+    const int r = i / kPieces, col = i % kPieces * 8;
+    if (r >= there || col >= width) continue;
+    *reinterpret_cast<uint4*>(to + r * stride + col) =
+        *reinterpret_cast<const uint4*>(tile + swizzle<Tile::kWidth>(row + r, col));
+  }
+}
+
+/// K and V of a block stay in shared memory. The queries of all heads that share them come a tile
+/// at a time, the next ones' Q and d_out while these are multiplied, with their logarithms and D.
+/// From K Q^T and V d_out^T a lane has of P^T and dS^T just what it has to hold of a left factor:
+/// these do not leave its registers for dV += P^T d_out and dK += dS^T Q. For dQ += dS K, a sum
+/// over the keys of all warps, dS^T goes through shared memory, and each warp makes a quarter of
+/// the columns. Other blocks have other keys: parts of dQ are added up in memory by atomicAdd.
+template <class Tile>
+__global__ void __launch_bounds__(Tile::kThreads, 2)
+    attention_backward_portable(BackwardOperands<typename Tile::T> in) {
+  using T = typename Tile::T;
+  constexpr int kWidth = Tile::kWidth, kKeys = Tile::kKeys, kQueries = Tile::kQueries;
+  constexpr int kCount = Tile::kCount, kOwn = Tile::kOwn;
+  extern __shared__ __align__(128) char shared_bytes[];
+  auto& shared = *reinterpret_cast<BackwardShared<Tile>*>(shared_bytes);
+  if (sequence_of_block() >= in.sequences) return;
+  const BackwardPlace place(in.heads / in.group);
+  const int key0 = static_cast<int>(blockIdx.x) * kKeys, batch = place.batch;
+  const int head0 = place.kv_head * in.group;
+  const int lane = threadIdx.x % 32, warp = threadIdx.x / 32, warp_key = warp * kOwn;
+
+  // A step is a tile of queries of a head. Query s sees key0 if s + keys - queries >= key0.
+  const int first_tile = in.causal ? max(0, key0 + in.queries - in.keys) / kQueries : 0;
+  const int tiles = (in.queries + kQueries - 1) / kQueries - first_tile;
+  const auto head_of = [&](int step) { return head0 + step / tiles; };
+  const auto query_of = [&](int step) { return (first_tile + step % tiles) * kQueries; };
+  const auto copy_step = [&](int step) {
+    if (step == 0) {
+      const T* const K = in.K + batch * in.k.batch + place.kv_head * in.k.head;
+      const T* const V = in.V + batch * in.v.batch + place.kv_head * in.v.head;
+      const int there = in.keys - key0;
+      copy_rows<Tile, kKeys>(shared.K, K + key0 * in.k.row, in.k.row, there, in.width);
+      copy_rows<Tile, kKeys>(shared.V, V + key0 * in.v.row, in.v.row, there, in.width);
+    }
+    if (step >= in.group * tiles) return;
+    const int head = head_of(step), query = query_of(step), there = in.queries - query;
+    auto& stage = shared.stages[step % 2];
+    copy_rows<Tile, kQueries>(stage.Q,
+                              in.Q + batch * in.q.batch + query * in.q.row + head * in.q.head,
+                              in.q.row, there, in.width);
+    copy_rows<Tile, kQueries>(
+        stage.d_out, in.d_out + batch * in.d_o.batch + query * in.d_o.row + head * in.d_o.head,
+        in.d_o.row, there, in.width);
+    if (threadIdx.x >= 2 * kQueries) return;
+    const bool is_sum = threadIdx.x >= kQueries;
+    const int i = threadIdx.x % kQueries;
+    const float* const from = is_sum ? in.row_sums : in.log_sums;
+    copy_async<4>((is_sum ? stage.row_sums : stage.log_sums) + i,
+                  from + (batch * in.heads + head) * in.queries + query + i, i < there);
+  };
+  auto ahead = copies_ahead<2>(copy_step);
+
+  const float scale = in.scale * kLog2E;
+  float dK[kCount][kWidth / 8][4] = {}, dV[kCount][kWidth / 8][4] = {};
+  for (int step = 0; step < in.group * tiles; ++step) {
+    const int query = query_of(step);
+    const auto& stage = shared.stages[ahead.next() % 2];
+
+    float P[kCount][kQueries / 8][4] = {}, dS[kCount][kQueries / 8][4] = {};
+#pragma unroll
+    for (int k = 0; k < kWidth; k += 16) {
+      unsigned keys[kCount][4], queries[kQueries / 16][4];
+      load_left<kWidth>(keys, shared.K, warp_key, k);
+      load_right_transposed<kWidth>(queries, stage.Q, k, 0);
+      add_product<T>(P, keys, queries);
+    }
+#pragma unroll
+    for (int k = 0; k < kWidth; k += 16) {
+      unsigned values[kCount][4], d_out[kQueries / 16][4];
+      load_left<kWidth>(values, shared.V, warp_key, k);
+      load_right_transposed<kWidth>(d_out, stage.d_out, k, 0);
+      add_product<T>(dS, values, d_out);
+    }
+
+    // From logits and dP to P and dS. The first query of the tile sees the fewest keys. Where it
+    // sees all of the block's, nothing is masked. (A query behind the last one is all zeros, and so
+    // are its parts of the results.) A query without a logit has no P: then the base is +infinity.
+    const bool masked = key0 + kKeys > in.limit(query);
+#pragma unroll
+    for (int j = 0; j < kQueries / 8; ++j) {
+#pragma unroll
+      for (int e = 0; e < 2; ++e) {
+        const int q = 8 * j + lane % 4 * 2 + e;
+        const float log_sum = stage.log_sums[q], row_sum = stage.row_sums[q];
+        const float base = log_sum == minus_infinity() ? -minus_infinity() : log_sum * kLog2E;
+        const int own_limit = in.limit(query + q) - key0 - warp_key - lane / 4;
+#pragma unroll
+        for (int r = 0; r < 2 * kCount; ++r) {  // the lane's keys, 8 apart
+          float &p = P[r / 2][j][r % 2 * 2 + e], &ds = dS[r / 2][j][r % 2 * 2 + e];
+          p = exp2_approximate(fmaf(p, scale, -base));
+          if (masked && 8 * r >= own_limit) p = 0;
+          ds = p * (ds - row_sum);
+        }
+      }
+    }
+
+    to_tile<kQueries>(shared.dS, warp_key, 0, dS);
+#pragma unroll
+    for (int k = 0; k < kQueries; k += 16) {
+      unsigned left[kCount][4], right[kWidth / 16][4];
+      to_left<T>(left, P, k);
+      load_right<kWidth>(right, stage.d_out, k, 0);
+      add_product<T>(dV, left, right);
+      to_left<T>(left, dS, k);
+      load_right<kWidth>(right, stage.Q, k, 0);
+      add_product<T>(dK, left, right);
+    }
+
+    __syncthreads();  // all of dS^T is there
+    constexpr int kCols = kWidth / Tile::kWarps;
+    float dQ[kQueries / 16][kCols / 8][4] = {};
+#pragma unroll
+    for (int k = 0; k < kKeys; k += 16) {
+      unsigned left[kQueries / 16][4], keys[kCols / 16][4];
+      load_left_transposed<kQueries>(left, shared.dS, 0, k);
+      load_right<kWidth>(keys, shared.K, k, warp * kCols);
+      add_product<T>(dQ, left, keys);
+    }
+    for_pairs(dQ, query, warp * kCols, in.queries, in.width, [&](int row, int col, float2 pair) {
+      const int64_t of_sums = (batch * in.queries + row) * in.heads + head_of(step);
+      float* const to = in.dq_sums + of_sums * kWidth + col;
+      atomicAdd(to, pair.x);
+      atomicAdd(to + 1, pair.y);
+    });
+  }
+
+  __syncthreads();  // K and V have been read: results take their place
+  const int own0 = key0 + warp_key, there = in.keys - own0;
+  T* const to_dV = in.dV + batch * in.dv.batch + place.kv_head * in.dv.head + own0 * in.dv.row;
+  T* const to_dK = in.dK + batch * in.dk.batch + place.kv_head * in.dk.head + own0 * in.dk.row;
+  store_keys<Tile>(shared.V, warp_key, dV, 1, to_dV, in.dv.row, there, in.width);
+  store_keys<Tile>(shared.K, warp_key, dK, in.scale, to_dK, in.dk.row, there, in.width);
+}
+
+}  // namespace operators::attention
