@@ -1,6 +1,7 @@
 """The talk: it builds, its pages hold what is on them, and what it includes is there."""
 
 import importlib.util
+import itertools
 import json
 import re
 import shutil
@@ -131,6 +132,40 @@ def test_notes_fit_their_minutes():
         said = re.sub(r"<!--.*?-->", "", text).rpartition("Say: ")[2].split("\nIf asked")[0].lstrip(".").split()
         need = len(said) / 105 + 0.25 * ("Run `./" in text)
         assert minutes == 0 or minutes >= need, heading
+
+
+def test_fused_against_unfused_is_the_first_demo_within_five_minutes():
+    first = next(re.search("^# (.+)$", page, flags=re.M)[1] for page in re.split(r"^---\n", TALK, flags=re.M)
+                 if "<!-- _class: live -->" in page)
+    before = itertools.takewhile(lambda heading: heading != first, (heading for heading, _, _ in pages()))
+    passed = sum(minutes for _, minutes, _ in list(pages())[: len(list(before))])
+    assert first == "Fused against unfused" and passed < 5
+
+
+@pytest.mark.parametrize("minutes", [5, 20])
+def test_cuts_are_slides_in_their_order_and_fit(minutes):
+    _, _, text = next(pages())
+    names = re.findall(r'"(.+?)"', re.search(rf"^In {minutes} minutes: (.+?)\.$", text, flags=re.M | re.S)[1])
+    time_of = {heading.replace("<br>", " "): time for heading, time, _ in pages()}
+    order = list(time_of)
+    assert [order.index(name) for name in names] == sorted(order.index(name) for name in names)
+    assert minutes - 1 <= sum(time_of[name] for name in names) <= minutes
+
+
+def test_no_slide_has_more_than_twelve_lines_of_code():
+    for page in re.split(r"^---\n", slides.expand(TALK), flags=re.M)[2:]:
+        for block in re.findall(r"^```cpp\n(.*?)\n```$", page, flags=re.M | re.S):
+            assert len(block.splitlines()) <= 12, block
+
+
+def test_the_recorded_race_is_in_the_exercise():
+    """The two lines that the report names, which are broken on the slide; their numbers change with the lesson."""
+    (page,) = re.findall(r"^# `\./exercise right_by_luck --where`\n(.+?)^:::", TALK, flags=re.M | re.S)
+    lesson = " ".join((ROOT / "3_matmul_tensorcore.cu").read_text().split())
+    found = re.findall(r"in line \d+: (.+?;)$", page, flags=re.M | re.S)
+    assert len(found) == 2
+    for line in found:
+        assert " ".join(line.split()) in lesson, line
 
 
 def broken_lines(page):
