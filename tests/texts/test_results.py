@@ -78,7 +78,7 @@ def test_counts_of_problems_and_of_repeated_rows(tmp_path, monkeypatch):
 SCRIPTS = [
     *(f"results/{name}.py" for name in ("count_clifford", "counters", "plot", "record", "update_readme")),
     "cpu/cu2cpp.py", "docs/functions.py", "docs/steps.py", "docs/pictures/draw.py", "peers/compare.py", "slides/build.py",
-    "tests/texts/closure.py", "tests/first_minutes.py", "tests/lessons/hopper_mutants.py",
+    "tests/texts/book.py", "tests/texts/closure.py", "tests/first_minutes.py", "tests/lessons/hopper_mutants.py",
 ]
 
 
