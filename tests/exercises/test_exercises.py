@@ -107,7 +107,8 @@ def test_readme_leads_to_every_exercise():
         page = each.page.relative_to(ROOT).as_posix()
         assert f"](../{page})" in overview, page
         if not each.is_mistake:
-            (section,) = (text for text in readme.split("\n## ") if f"\n    ./{each.lesson}" in text)
+            (section,) = (text for text in readme.split("\n## ")
+                          if re.search(rf"^    \./{each.lesson}\b", text, re.MULTILINE))
             assert f"]({page})" in section, page
 
 
