@@ -12,8 +12,8 @@
 //
 // Forward kept neither the logits nor the probabilities: they are computed again. That makes five
 // products for forward's two. In forward a block owned rows of Q, and their results never left it.
-// Here something has to: dQ is a sum over the keys, and dK and dV are sums over the queries, so
-// whatever a block owns, one of them comes in parts from many blocks.
+// Here something has to: dQ is a sum over the keys, and dK and dV are sums over the queries. So
+// whatever a block owns, dQ, or else dK and dV, comes in parts from many blocks.
 //
 //     library              cuBLAS's five products: logits, P, dP and dS go through memory
 //     tensor cores         a block owns keys, and dK and dV in its registers; Q and dO stream past,
@@ -47,7 +47,8 @@ using namespace problems;
 using namespace primitives;
 
 // What a kernel gets. group: how many heads of Q share one of K and V. row_sums (batch, heads,
-// queries) is D; dq_sums (batch, queries, heads, width) is where parts of dQ are added up.
+// queries) is D. dq_sums is where parts of dQ are added up: for *tensor cores* (batch, queries,
+// heads, width), on Hopper in an order of its own; it is padded, see padded_rows().
 template <typename T>
 struct Operands {
   const T *Q, *K, *V, *out, *d_out;
@@ -67,11 +68,13 @@ struct Operands {
 
 // ---- before and after ---------------------------------------------------------------------------
 
-// What both ends of dQ need, in a launch each: they read and write what memory has to move anyway,
-// and take a few percent of a long sequence's time.
+// What both ends of dQ need, in a launch each. The zeros and the sums of dQ are fp32, and memory
+// moves them in addition to inputs and outputs. Counted in bytes, for 16,384 tokens and a hidden
+// size (heads * width) of 2048 that is 134 MB written before and 134 MB read after.
 //
 // attention_row_sums: a warp owns a row of out and d_out, a lane kWidth / 32 neighbouring columns.
-// It leaves D, and zeros where parts of dQ will be added up.
+// It leaves D, and zeros where parts of dQ will be added up: rows_of_sums >= rows, as dq_sums is
+// padded.
 //
 // attention_finish_dq: a thread owns four neighbours of dQ. It scales and rounds their sums.
 //
@@ -128,11 +131,11 @@ constexpr float kLog2E = 1.44269504088896340736f;
 // dQ += dS K is a sum over the keys, of which each warp has some. So dS^T goes through shared
 // memory, after a barrier all warps read all of it, and each makes a quarter of the columns of dQ.
 // The other blocks have other keys: the parts are added up in memory, in fp32, by atomicAdd, in
-// whatever order the blocks come. These additions are the kernel's weak point: for 64 keys a block
-// adds as many numbers as it reads of Q, and of twice the size.
+// whatever order the blocks come. What it pays for this: of each tile of queries a block adds as
+// many numbers as it reads of Q, and of twice the size.
 //
-// With a causal mask a block begins with the first queries that see its keys. Blocks of the first
-// keys, which have most to do, start first.
+// With a causal mask a block begins with the first queries that see its keys. Of each head, blocks
+// of the first keys, which have most to do, start first.
 //
 // The words, from primitives/:
 //     copy_swizzled                 starts the copies of a tile to shared memory, where it lies as
@@ -165,7 +168,7 @@ struct MmaTile {
   };
 };
 
-// A lane's sums of kCount x 16 rows become left factors whose columns k to k + 15 they are.
+// Columns k to k + 15 of a lane's sums, rounded, become left factors.
 template <typename T, int kCount, int kCols8>
 __device__ __forceinline__ void to_left(unsigned (&a)[kCount][4],
                                         const float (&sums)[kCount][kCols8][4], int k) {
@@ -256,7 +259,7 @@ __global__ void __launch_bounds__(MmaTile<T, kWidth>::kThreads, 2)
 
     // From logits and dP to P and dS. The first query of the tile sees the fewest keys. Where it
     // sees all of the block's, nothing is masked. (A query behind the last one is all zeros, and so
-    // are its parts of the results.)
+    // are its parts of the results. For one that sees no key P is +infinity, and then masked to 0.)
     const bool masked = key0 + kKeys > in.limit(query);
 #pragma unroll
     for (int j = 0; j < kQueries / 8; ++j) {
@@ -275,6 +278,7 @@ __global__ void __launch_bounds__(MmaTile<T, kWidth>::kThreads, 2)
       }
     }
 
+    // All warps have read the last step's dS^T: the barrier in ahead.next() lies in between.
     to_tile<kQueries>(shared.dS, warp_key, 0, dS);
 #pragma unroll
     for (int k = 0; k < kQueries; k += 16) {
@@ -358,12 +362,12 @@ __global__ void __launch_bounds__(MmaTile<T, kWidth>::kThreads, 2)
 //                                   them and wgmma reads them
 //     named_barrier(id, threads)    __syncthreads() of some of a block's warps, here of both
 //                                   consumers or of one
-//     store_box                     has the copy engine store a box
+//     store_box<true>               has the copy engine store a box of one of a batch's matrices
 //     bulk_add                      has the copy engine add floats in shared memory to those in
 //                                   memory
-//     launch_early                  starts a kernel while the last blocks of the one before are
-//                                   still running; wait_for_previous_kernel() waits for their
-//                                   results
+//     launch_early                  starts a kernel as soon as all blocks of the one before have
+//                                   ended, before their results are sure to be seen;
+//                                   wait_for_previous_kernel() waits for these
 template <int kWidth>
 struct HopperTile {
   static constexpr int kKeys = 128, kQueries = kWidth == 64 ? 128 : 64, kBoxes = kWidth / kBoxCols;
@@ -427,7 +431,7 @@ struct HopperBlock : HopperTile<kWidth> {
   int key0 = static_cast<int>(blockIdx.x) * Tile::kKeys, kv_head = blockIdx.y, batch = blockIdx.z;
   int consumer = static_cast<int>(threadIdx.x) / 128 - 1, own_key0 = key0 + 64 * consumer;
   // tile0 has the first query that sees key0. A step is a tile of queries of a head, of all heads
-  // that share the keys.
+  // that share the keys. Every block has a step, as the last query sees all keys.
   int tile0 = in.causal ? max(0, key0 + in.queries - in.keys) / Tile::kQueries : 0;
   int tiles = max(0, ceil_div(in.queries, Tile::kQueries) - tile0), steps = tiles * in.group;
 
@@ -474,6 +478,8 @@ struct HopperBlock : HopperTile<kWidth> {
           }
         });
       }
+      // For D, and for the zeros to which consumers add: they come after this by the full barrier.
+      // Inputs may be copied before, as attention_row_sums was launched as usual.
       if (step == 0) wait_for_previous_kernel();
       const size_t row = (static_cast<size_t>(batch) * in.heads + head) * in.queries + query0;
 #pragma unroll
@@ -562,6 +568,7 @@ struct HopperBlock : HopperTile<kWidth> {
       shared_fence();
       named_barrier(2 + consumer, 128);
       if (thread == 0) {
+        // No global_fence(): the zeros were written by a kernel that has ended.
         bulk_add(reinterpret_cast<float*>(to), &shared.parts[consumer][0][0].x,
                  sizeof shared.parts[consumer]);
         tensor_store_commit();
@@ -616,9 +623,10 @@ __global__ void __launch_bounds__(HopperTile<kWidth>::kThreads, 1)
       auto& stage = reader.wait();
       block.start_transposed(P, shared.K, stage.Q);
       block.start_transposed(dS, shared.V, stage.d_out);
-      wgmma_wait<Block::kBoxes>();  // for the logits; the products of dP may still run
+      wgmma_wait<Block::kBoxes>();  // for the logits; dP, a group for each box, may still run
       block.to_probabilities(P, stage, block.tile_of(step) * Block::kQueries);
       block.to_factor(P_factor, P);
+      // across_k() reads the boxes behind this one, too.
       dV.template start_product<kOfQueries>(P_factor, stage.d_out[0].across_k(), true);
       wgmma_wait<1>();  // for dP
       block.to_gradients(dS, P, P_factor, stage);
@@ -636,12 +644,16 @@ __global__ void __launch_bounds__(HopperTile<kWidth>::kThreads, 1)
       wgmma_wait<1>();  // for dQ
       block.template add_part<kByEngine>(dQ, step);
       wgmma_wait<0>();
+      // One thread's arrival, for all: others read log_sums and row_sums before the barrier above.
       reader.give_back();
       reader.next();
     }
-    named_barrier(1, 256);  // both have read K: dK takes its place
+    // Both have read K: dK takes its place. dV takes that of the 64 rows of V which only this
+    // consumer reads.
+    named_barrier(1, 256);
     block.store(dV, 1, shared.V, maps.dV);
     block.store(dK, in.scale, shared.K, maps.dK);
+    // Shared memory has to live until it is read; the writes are complete when the kernel ends.
     if (threadIdx.x % 128 == 0) tensor_store_wait_read<0>();
   }
 #endif
@@ -784,7 +796,7 @@ struct Table : AttentionBackwardProblem<T> {
   }
 
  private:
-  Buffer<float> row_sums, dq_sums;  // workspace of all rows
+  Buffer<float> row_sums, dq_sums;  // workspace of the table
 };
 
 template <typename T>
