@@ -867,10 +867,10 @@ struct GradientSums {
   Sums<32, 32> dM1 = {}, dM2 = {}, D = {};
 };
 
-// Adds what BV vertices contribute to a warp's sums. In the tiles of Gr and Gi the warp's part
-// starts at column `row`, in the tiles of P, Q, R and S at column `col`. A step takes 16 vertices.
-// Each of P, Q, R and S is loaded once, and multiplied by what it meets in the formulas. mma.sync
-// can only add a product. So for - Gi^T P the fragments of Gi change their signs.
+// Adds what BV vertices contribute to a warp's sums. A column of Gr or Gi is a row of the sums. The
+// warp's part of their tiles starts at column `row`, that of P, Q, R and S at column `col`. A step
+// takes 16 vertices. Each of P, Q, R and S is loaded once, and multiplied by what it meets in the
+// formulas. mma.sync can only add: for - Gi^T P the fragments of Gi change their signs.
 template <int BV, int BN>
 __device__ void add_gradients(GradientSums& sums, const bf16* Gr_tile, const bf16* Gi_tile,
                               const bf16* products, int row, int col) {
@@ -1057,8 +1057,8 @@ __global__ void __launch_bounds__(kSmallThreads)
 //     makers     tile 1: P Q R S   tile 2: P Q R S   tile 3: P Q R S
 //     sums       += tile 0         += tile 1         += tile 2
 //
-// To make P, Q, R and S from the sums takes a warpgroup as long as the products before it, or
-// longer. If one maker did all 64 columns, warpgroup 3 and the tensor cores would wait for it.
+// P, Q, R and S are made from a maker's sums on the CUDA cores. There are two makers, so that while
+// one of them does that, the other one's products can keep the tensor cores busy.
 //
 // The sums of a block are E x 64 of each of dM1, D and dM2,
 //
@@ -1242,6 +1242,7 @@ __device__ void add_products(BackwardShared& shared, const BackwardCluster& clus
   }
   float* to = partials + static_cast<size_t>(first) * 3 * E * W;
   const size_t next = static_cast<size_t>(E) * W;
+  // Each third of a Sum<192> has its elements as a Sum<64> would: 32 of a thread, in this order.
 #pragma unroll
   for (int step = 0; step < kSteps; ++step) {
     const float* elements = sums[step].elements;
@@ -1308,7 +1309,7 @@ __global__ void __launch_bounds__(kBackwardThreads, 1)
 #endif
 }
 
-// ---- The rows -----------------------------------------------------------------------------------
+// ---- The rows of the tables ---------------------------------------------------------------------
 
 // The tiles of *associated*. For E = 128 the wide ones take 104 KB and 160 KB, so that two blocks
 // forward and one backward fit on a multiprocessor of compute capability 9.0. The narrow ones take
@@ -1423,7 +1424,6 @@ void add_forward_of_roles(GradientsProblem& table, const char* name, Function* k
       .checks = table.checks(1);  // M1 and M2
 }
 
-// Blocks of two groups of columns, or of one where W has no more.
 void add_warp_specialization(GradientsProblem& table) {
   const auto [V, E, W] = table.shape;
   const int groups = W <= 64 ? 1 : 2;
@@ -1478,12 +1478,11 @@ void add_associated_backward(GradientsProblem& table, const Device& device) {
       .needs(80)
       .occupies(table.ends() + t.bytes())
       .needs_shared(bytes)
-      // One rounding before u: M1 and M2. At most four on the way from u to a gradient: that of M1
-      // and M2 in ar and ai; of P, Q, R or S; of dM1 or dM2; and of the gradient itself.
+      // One rounding before u: M1 and M2. At most four from u to a gradient: M1 or M2 in ar or ai;
+      // P, Q, R or S; dM1 or dM2; the gradient. The last: how many vertices one sum adds up.
       .checks = table.checks(1, 4, (tiles + t.slices - 1) / t.slices * Tiles::BV);
 }
 
-// Returns false if no cluster fits.
 bool add_backward_of_roles(GradientsProblem& table) {
   const auto [V, E, W] = table.shape;
   constexpr int kBytes = sizeof(BackwardShared);
@@ -1492,6 +1491,7 @@ bool add_backward_of_roles(GradientsProblem& table) {
   if (blocks.y == 0) return false;
   const dim3 small = small_blocks(E, W, 2);
   const int64_t both = 2 * kSmall * static_cast<int64_t>(small.x);  // columns of [M1 | M2]
+  // There is room for M, in matrices of W columns.
   const GradientsTemporaries t(table, static_cast<int>(ceil_div(both, W)), blocks.y);
   const auto launch = [=, &table, V = V, E = E, W = W] {
     const Operands in = table.operands();
@@ -1595,9 +1595,9 @@ int main(int argc, char** argv) {
          "No \"one kernel\": 64 rows of xr and xi do not fit on chip for this width.");
   unless(has_forward, "No \"associated\" forward: 32 columns of x, M1 and M2 do not fit on chip.");
   unless(has_backward,
-         "No \"associated\" backward: its sums are in registers for up to 128 eigenvectors.");
+         "No \"associated\" backward: its sums are in registers for up to 128 coefficients.");
   unless(has_roles,
-         "No \"warp specialization\", no \"cluster\": their tiles are of up to 128 eigenvectors.");
+         "Not all of \"warp specialization\", \"cluster\": E is above 128, or no cluster fits.");
   Problem &forward = tables.front().problem, &backward = tables.back().problem;
   forward.compare("one kernel", "unfused", "Forward: one kernel instead of 12: % times as fast.");
   forward.compare("associated", "one kernel",

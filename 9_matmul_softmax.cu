@@ -24,7 +24,8 @@
 //
 // (2) against (3) is fusion, where the product is the same. (1) against (2) compares the library's
 // product with ours, and also how the two are launched: ours starts early, the library's does not.
-// Three of our products (*tiles*, *tensor cores*, *specialized*) have both rows, (2) and (3).
+// Three of our products have both rows, (2) and (3): *tensor cores*, *specialized*, and *tiles*,
+// which does not count, see *fused tiles*.
 //
 // The kernels, each with the one idea that it adds. (Above each kernel its words are explained.)
 //
@@ -49,8 +50,8 @@
 // So the ideas lead to *fused tensor cores* for up to 128 columns. For more columns they lead to
 // *fused specialized*, or to *online specialized* where a row of logits has more tiles than run at
 // a time. In the smallest layers *fused split-K* wins, without tensor cores. Where D is long the
-// product takes nearly all of the time. There fusion saves nothing or costs a little: strips of
-// rows come one by one, so x and W are read more often.
+// product takes nearly all of the time. There fusion saves nothing or costs a little: whole rows
+// are finished, a few at a time, so x and W are read more often.
 //
 // The kernels on tensor cores take only rows that are whole vectors: D has to be a multiple of 4,
 // and C of 2 (*tensor cores*) or 4 (*specialized*). For other shapes the table lacks these kernels,
@@ -67,8 +68,8 @@
 // (primitives/early_launch.cuh): here the time between two kernels counts. When all blocks of a
 // kernel have called start_next_kernel() or ended, blocks of the next kernel may take the places
 // that are free. wait_for_previous_kernel() waits until the kernel before has ended. Only then may
-// a kernel read what the kernel before writes, or write what it reads. The first call can stand
-// before the wait, since the next kernel's blocks wait for this kernel, too.
+// a kernel read what the kernel before writes, or write what it reads. start_next_kernel() can
+// stand before the wait, since the next kernel's blocks wait for this kernel, too.
 //
 // A logit of -inf has the probability 0. If all logits of a row are -inf, there is no maximum to
 // subtract: all of the row's probabilities become NaN, in the reference, too.
@@ -426,8 +427,8 @@ __global__ void __launch_bounds__(kThreads)
 // has 132 multiprocessors.
 //
 // This row is no measure of fusion. In our tables it takes about half of the time of *unfused
-// tiles* at 1024x1024x100, with the same product and the same 32 blocks. What fusion saves at that
-// shape can be seen in the rows *tensor cores*: about a microsecond.
+// tiles* at 1024x1024x100, with the same product and the same 32 blocks: why, has not been
+// measured. What fusion saves there can be seen in the rows *tensor cores*: about a microsecond.
 __global__ void __launch_bounds__(kThreads) fused_tiles(SoftmaxInputs in, float* probs) {
   start_next_kernel();
   wait_for_previous_kernel();
@@ -460,7 +461,7 @@ __global__ void __launch_bounds__(kThreads) fused_tiles(SoftmaxInputs in, float*
 //
 // In *fused tiles* few rows are few blocks. Here eight blocks compute the same tile, and each of
 // them adds up an eighth of the D inputs, so eight partial sums of each logit have to be added. The
-// eight blocks are a cluster, so that partial sums need not go through global memory.
+// launch makes the eight blocks a cluster, so partial sums need not go through global memory.
 //
 // In every block warp w has the same four rows of the tile, 4 w to 4 w + 3. Block w of the cluster
 // adds up these four rows: warp w of each block pushes its partial sums to block w. Hence there are
@@ -729,9 +730,9 @@ struct ClusterShared {
   static constexpr int kBoxes = kInputs / kStep;
   static_assert(kRows % kSplits == 0 && kInputs % kStep == 0);
   // How many floats of a row one block sends to another: the columns, and padding. It is 8 times
-  // some number, plus 4. Stores of 8 bytes go by half warps: 16 lanes store 8 floats of each of the
-  // rows 0, 2, 4 and 6, say. In nearly all cases these start on the banks 0, 8, 16 and 24 (in some
-  // order), so there is no conflict. The copy engine needs a multiple of 4.
+  // some number, plus 4. Stores of 8 bytes go by half warps. Lanes with the same lane % 4 have the
+  // same row, hence rows 0, 2, 4 and 6, 8 floats of each. They start on the banks 0, 8, 16 and 24
+  // in some order: no conflict, but where they straddle two outboxes. Copies need a multiple of 4.
   static __device__ int stride(int C) { return (C + 7) / 8 * 8 + 4; }
   static constexpr int kMostStride = kClasses + 4;
 
@@ -748,9 +749,9 @@ struct ClusterShared {
 // Loads a thread's fragments of W^T, for the inputs from d0 on, 32 for each of w[]. wgmma gives a
 // thread two rows of W^T, and any two columns of W may be these, as long as the results are read in
 // the same order. We take `col` and col + 1, so that one load of 8 bytes brings both. Of 8 inputs
-// the thread has d and d + 4: load i is of input d + 4 i. With kInside all inputs exist; otherwise
-// those that do not are zeros. Columns that do not exist get another column's values, and their
-// sums are not written to `out`.
+// the thread has d, in to[0] and to[1], and d + 4, in to[2] and to[3]: load i is of input d + 4 i.
+// With kInside all inputs exist; otherwise those that do not are zeros. Columns that do not exist
+// get another column's values, and their sums are not written to `out`.
 template <bool kInside, int kCount>
 __device__ inline void load_fragments(LeftFragments<float> (&w)[kCount], const float* W, int d0,
                                       int col, int D, int C) {
@@ -791,9 +792,9 @@ __global__ void HOPPER_CLUSTER(kSplits) __launch_bounds__(2 * kClasses, 1)
     barrier_init(&shared.full, 1);
     barrier_init(&shared.come, 1);
     barrier_init_fence();
+    barrier_arrive_expect(&shared.come, (kSplits - 1) * sums_bytes);
   }
   __syncthreads();  // `full` is initialized
-  if (threadIdx.x == 0) barrier_arrive_expect(&shared.come, (kSplits - 1) * sums_bytes);
   cluster_arrive();
   start_next_kernel();
   wait_for_previous_kernel();
@@ -932,13 +933,14 @@ struct Specialized {
   // end. (One turn for all could change before another block has read it.)
   unsigned* turns = nullptr;
   int B = 0, D = 0, C = 0;
-  int strips = 0, tiles = 0;  // strips of kRows rows; tiles of 128 columns in each
+  int strips = 0, tiles = 0;  // tiles of a strip: whole clusters, so one may be beyond C, and empty
 
   // The tile scheduler: which tile of which strip is place i? Blocks that wait for one another need
   // all tiles of a strip at the same time: then `together` is 1, and strips come one by one.
-  // Otherwise a band of strips, about 2048 rows, comes tile after tile (rasterization). So blocks
-  // that run at the same time share what they read of W as well as of x. The kPeers blocks of a
-  // cluster have neighbouring tiles. For example, 2 strips together, 4 tiles, clusters of 2:
+  // Otherwise a band of strips, 2048 rows (the last may have fewer), comes tile after tile
+  // (rasterization). So blocks that run at the same time share what they read of W as well as of x.
+  // The kPeers blocks of a cluster have neighbouring tiles. For 2 strips together, 4 tiles and
+  // clusters of 2:
   //
   //     place i    0  1  2  3  4  5  6  7
   //     strip      0  0  1  1  0  0  1  1
@@ -1124,8 +1126,9 @@ __device__ MaxSum tile_exponentials(SpecializedShared<k3xTF32, kRows>& shared, S
 }
 
 // Writes the sums, each times its row's factor: factors(row) returns those of `row`, which is even,
-// and of the next row. `out` is where the tile's first row has the thread's first column. From
-// there on `rows` rows are left. Only in the last strip, if it is not whole, each row is checked.
+// and of the next row. `out` is where the tile's first row has the thread's first column, with
+// `rows` rows from there on. Each row is checked only in the last strip, if that is not whole. Four
+// elements further on is 8 rows further down.
 template <int kRows, typename Factors>
 __device__ void write_sums(const Sum<kRows>& sum, float* out, int C, int rows, Factors factors) {
   const auto each = [&](auto put) {
@@ -1172,7 +1175,7 @@ __global__ void HOPPER_CLUSTER(kPeers) __launch_bounds__(384, 1)
   cluster.meet();
   wait_for_previous_kernel();
 
-  // 384 threads begin with 168 registers each: 128 * 40 + 256 * 232, or 128 * 56 + 256 * 224.
+  // 384 * 168 registers divided anew: 128 * 40 + 256 * 232; with 128 rows 128 * 56 + 256 * 224.
   if (warp < 4) {
     registers_shrink_to<kRows == 256 ? 40 : 56>();
     if (warp == 0) {
@@ -1209,11 +1212,12 @@ __global__ void HOPPER_CLUSTER(kPeers) __launch_bounds__(384, 1)
     const unsigned turn = kThen == Then::probabilities ? job.turns[blockIdx.x] ^ 1 : 0;
     Reader reader(shared.pipeline, cluster);
     for (int i = blockIdx.x; i < places; i += gridDim.x) {
+      Sum<kRows> sum;  // in TF32 the first products take the place of what is in its registers
+      if constexpr (k3xTF32) sum = {};
       const auto load = [&](LeftFragments<float>& w, const Stage& stage) {
         w = stage.W.load_fragments(64 * consumer);
       };
-      const auto start = [&](Sum<kRows>& sum, const LeftFragments<float>& w, const Stage& stage,
-                             bool add) {
+      const auto start = [&](const LeftFragments<float>& w, const Stage& stage, bool add) {
         if constexpr (k3xTF32) {
           reader.wait_for(shared.split_done);
           add_3xtf32(sum, w, stage.x[0], stage.x[1]);
@@ -1221,18 +1225,13 @@ __global__ void HOPPER_CLUSTER(kPeers) __launch_bounds__(384, 1)
           sum.start_product(w, stage.x[0].columns(), add);
         }
       };
-      Sum<kRows> sum;  // in TF32 the first products take the place of what is in its registers
-      if constexpr (k3xTF32) sum = {};
-      reader.template take_ahead<LeftFragments<float>>(
-          steps, load, [&](const LeftFragments<float>& w, const Stage& stage, bool add) {
-            start(sum, w, stage, add);
-          });
+      reader.template take_ahead<LeftFragments<float>>(steps, load, start);
       reader.finish();
 
       const int2 at = job.template strip_and_tile<kPeers>(i);
       const int row0 = at.x * kRows, rows = job.B - row0, tile = at.y, tiles = job.tiles;
       const int col = tile * kColumns + 64 * consumer + TransposedLeftTile<kColumns>::row(0);
-      const int columns = job.C - col;  // from the thread's first one on
+      const int columns = job.C - col;  // from this on, the thread's first of two
       float* out = job.out + static_cast<size_t>(row0) * job.C + col;
       if constexpr (kThen != Then::probabilities) {
         if (columns > 0) write_sums(sum, out, job.C, rows, [](int) { return float2{1, 1}; });
@@ -1331,7 +1330,8 @@ inline void library_product(cublasHandle_t blas, const float* x, const float* W,
 }
 
 // A table is one shape in one precision. All tables have *library*. Which other rows there are
-// depends on C, and on whether rows of x and W are whole vectors:
+// depends on C, on whether rows of x and W are whole vectors, and on the GPU: blocks that wait for
+// one another need room. From 1e11 operations on, of those on the CUDA cores only split-K is there.
 //
 //     columns      on the CUDA cores               on tensor cores, of whole vectors only
 //     up to 128    unfused tiles, fused tiles,     unfused tensor cores, fused tensor cores
@@ -1386,7 +1386,7 @@ struct SoftmaxTable : SoftmaxProblem {
         product();
         softmax_of_logits();
       };
-      // In microseconds, at 400 or 50 TFLOP/s: the same for all, so none is hopeless.
+      // An estimate, in microseconds. None is much worse than the first, so up to 24 are tried.
       ways.push_back({name, shape.flops() / (tf32 ? 400e6 : 50e6), launch});
     };
     add_product("cuBLAS", [=, *this] { library_product(blas, x, W, logits, shape, compute); });
@@ -1397,7 +1397,7 @@ struct SoftmaxTable : SoftmaxProblem {
       add_product("cuBLASLt, candidate " + std::to_string(i),
                   [=, *this] { product->call(i, x, W, logits); });
     }
-    add("library", Role::library, tf32 ? 80 : 0, ways, {.most = 24});  // ways that are tried
+    add("library", Role::library, tf32 ? 80 : 0, ways, {.most = 24});  // 80: capability 8.0
   }
 
   // A line after the tables, with the quotient of the two times in the place of %.
@@ -1424,7 +1424,6 @@ struct SoftmaxTable : SoftmaxProblem {
     if (tiles == 1) {
       add("fused tiles", Role::ours,
           [=, *this] { launch_early(fused_tiles, strips, kThreads, 0, in(), probs); });
-      compare_rows("fused tiles", "unfused tiles");
       if (clusters_that_fit(fused_cluster, kSplits, kThreads, 0) > 0) {
         add("fused cluster", Role::ours, [=, *this] {
           launch_clusters(fused_cluster, kSplits, true, kSplits * strips, kThreads, 0, in(), probs);
@@ -1456,20 +1455,21 @@ struct SoftmaxTable : SoftmaxProblem {
   template <bool k3xTF32>
   void add_tensor_cores(const std::string& suffix) const {
     if (C <= 64) {
-      add_tensor_cores<k3xTF32, 8, 16, 64, 64>(suffix);
+      add_tensor_cores_of<k3xTF32, 8, 16, 64, 64>(suffix);
     } else if constexpr (k3xTF32) {
-      add_tensor_cores<true, 8, 80, 128, 128>(suffix);
+      add_tensor_cores_of<true, 8, 80, 128, 128>(suffix);
     } else {
-      add_tensor_cores<false, 4, 40, 128, 256>(suffix);
+      add_tensor_cores_of<false, 4, 40, 128, 256>(suffix);
     }
   }
   template <bool k3xTF32, int kSplits, int kRows, int kClasses, int kInputs>
-  void add_tensor_cores(const std::string& suffix) const {
+  void add_tensor_cores_of(const std::string& suffix) const {
     constexpr int kBytes = sizeof(ClusterShared<k3xTF32, kSplits, kRows, kClasses, kInputs>);
     const auto kernel = tensor_core_cluster<k3xTF32, kSplits, kRows, kClasses, kInputs>;
     allow_shared_bytes(kernel, kBytes);
     if (clusters_that_fit(kernel, kSplits, 2 * kClasses, kBytes) == 0) return;
     const auto launch = [=, *this](float* out, bool fused) {
+      // The rows of a box, whether it is rounded to TF32, the distance of rows, a hint for the L2.
       const CUtensorMap map = tensor_map<float>(x, B, D, kRows, !k3xTF32, D, Reads::often);
       launch_early(kernel, kSplits * ceil_div(B, kRows), 2 * kClasses, kBytes, map, W, out, B, D, C,
                    fused);
@@ -1502,7 +1502,6 @@ struct SoftmaxTable : SoftmaxProblem {
   bool add_specialized(const std::string& suffix) const {
     using Shared = SpecializedShared<k3xTF32, kRows>;
     constexpr int kBytes = sizeof(Shared), kColumns = Shared::kColumns, kBlock = 384;
-    // One kernel for each of the rows below. Its blocks have three warpgroups.
     const auto to_logits = softmax_specialized<k3xTF32, kRows, kPeers, Then::logits>;
     const auto to_parts = softmax_specialized<k3xTF32, kRows, kPeers, Then::parts>;
     const auto to_probs = softmax_specialized<k3xTF32, kRows, kPeers, Then::probabilities>;
@@ -1524,6 +1523,7 @@ struct SoftmaxTable : SoftmaxProblem {
     // An H100's 132 blocks have about a square of 2048 x 2048 logits in tiles of 256 x 128: for a
     // square the fewest rows of x and columns of W are read (lesson 3, tile_of_block).
     const int band = 2048 / kRows;
+    // At most so many clusters, evenly over the rounds.
     const int grid = kPeers * persistent(int64_t{strips} * tiles / kPeers, clusters);
     add_row("unfused specialized", [=, *this] {
       launch(to_logits, {.together = band, .out = logits}, grid);

@@ -660,20 +660,20 @@ __host__ __device__ constexpr int place_of_column(int col) {
 
 // Makes planes of a chunk. A *unit* is 128 features of one row, in all planes. A warp makes it:
 // each lane loads 4 features of x and y, all blades, multiplies them in registers, and stores 16
-// bytes to each plane. Some units are made before the product: of the first `row_blocks` times 128
-// rows the first `slices` times 128 features. In *planes first* these are all units. They are
-// numbered along the rows, so neighbouring warps write what lies side by side.
+// bytes to each plane. Some units are made before the product: of the first row_blocks_before
+// times 128 rows the first slices_before times 128 features. In *planes first* these are all units.
+// They are numbered along the rows, so neighbouring warps write what lies side by side.
 template <typename A>
 struct PlaneMaker {
   const float *x, *y;
   float* planes;
   Chunk chunk;
-  int row_blocks, slices;
+  int row_blocks_before, slices_before;
 
-  __host__ __device__ int units_before() const { return row_blocks * 128 * slices; }
+  __host__ __device__ int units_before() const { return row_blocks_before * 128 * slices_before; }
   __device__ __forceinline__ void make_before(int u) const {
     if (u >= units_before()) return;
-    Unit unit = load_unit(u / slices, u % slices);
+    Unit unit = load_unit(u / slices_before, u % slices_before);
     make(unit);
   }
 
@@ -746,10 +746,11 @@ struct WeightTransposer {
   }
 };
 
-// The kernel before the product. Each of the first `plane_blocks` blocks makes four units, one a
-// warp. In *planes first*, with 512 features, these are one row of all planes P_t,k. Each other
-// block transposes a piece of w; such blocks come with the first chunk only. Block 0 also sets to 0
-// the counters that the product waits for.
+// Runs before the product. Each of the first `plane_blocks` blocks makes four units, one a warp:
+// with 512 features, in *planes first*, one row of all planes. Each other block transposes a piece
+// of w, with the first chunk only. Block 0 also sets the product's counters to 0. Blocks may start
+// while the previous kernel ends, which may still read what they overwrite, so they wait. In 3-D a
+// thread holds twice as many blades: 5 blocks fit, not 8.
 template <typename A>
 __global__ void __launch_bounds__(128, A::kBlades > 4 ? 5 : 8)
     make_ready(const __grid_constant__ PlaneMaker<A> maker, int plane_blocks,
@@ -858,7 +859,6 @@ struct TileOrder {
     rounds = {tiles, std::min(tiles, by_rows ? clusters / of_row * of_row : clusters)};
   }
   __host__ __device__ int longer() const { return blades - 2; }
-  // The rows that the first round has.
   int rows_of_round() const {
     return ceil_div(rounds.clusters, (by_rows ? blades : longer()) * cols) * tile_rows;
   }
@@ -877,6 +877,7 @@ struct TileOrder {
     const int of_row = (by_rows ? blades : is_long ? longer() : 2) * cols;
     if (!is_long) tile -= all_long;
     const int shift = by_rows ? tile / rounds.clusters / 2 * 2 * cols : 0;
+    // i counts blades, the longer ones first; the last two are the scalar and the last blade.
     const int at = (tile + shift) % of_row, i = at / cols + (by_rows || is_long ? 0 : longer());
     return {tile / of_row * tile_rows, i < longer() ? i + 1 : (i - longer()) * (blades - 1),
             at % cols * tile_cols};
@@ -1156,9 +1157,9 @@ __global__ void __launch_bounds__(128) normalize_rest(const __grid_constant__ No
 // features of a tile, which are four steps.
 //
 // Copies wait for makers of other blocks, too. Makers never wait for anybody. So every patch gets
-// made if all blocks run at the same time: the launch has only as many as the device holds.
-// (Clusters without a tile make planes, too.) A thread of the makers' warpgroup has 152 registers,
-// not 56 as in *planes first*. So a consumer's thread has 176, not 224: all share 65536 registers.
+// made if all blocks run at the same time: the launch has only as many as the device holds. A
+// thread of the makers' warpgroup has 152 registers, not 56 as in *planes first*. So a consumer's
+// thread has 176, not 224: all share 65536 registers.
 //
 // The product hides only a part of the makers' work. It takes 1024 cycles for a stage, 128 x 32
 // times 32 x 256: 2^20 multiply-adds, 1024 a cycle. In these cycles the factors arrive in shared
@@ -1166,28 +1167,28 @@ __global__ void __launch_bounds__(128) normalize_rest(const __grid_constant__ No
 // right one, together 80 KB. All this is 128 bytes a cycle, as much as shared memory can move (see
 // the page of lesson 3). What makers load and store needs it, too. (Counted, not measured.)
 
-// Patches are numbered as they are needed, in groups of `row_blocks` rows of patches, in a group
+// Patches are numbered as they are needed, in groups of row_blocks_before rows, in a group
 // column by column. With 4 x 3 patches and groups of 2 rows, patches 0, 2 and 4 are the first row,
-// 1, 3 and 5 the second, 6, 8 and 10 the third. The first group's first `slices` columns are made
-// before the product. For each other patch made[patch] counts the units that are there.
+// 1, 3 and 5 the second, 6, 8 and 10 the third. The first group's first slices_before columns
+// are made before the product. For each other patch made[patch] counts the units that are there.
 template <typename A>
 struct BesideMaker : PlaneMaker<A> {
   using Maker = PlaneMaker<A>;
-  using Maker::chunk, Maker::row_blocks, Maker::slices;
+  using Maker::chunk, Maker::row_blocks_before, Maker::slices_before;
   unsigned* made;
 
   // How many rows of patches the group of row `block` has (the last one may have fewer).
   __device__ int height_of_group(int block) const {
-    return min(row_blocks, chunk.row_blocks() - block / row_blocks * row_blocks);
+    return min(row_blocks_before, chunk.row_blocks() - block + block % row_blocks_before);
   }
   __device__ int patch_of(int block, int slice) const {
-    return block / row_blocks * row_blocks * chunk.slices() + slice * height_of_group(block) +
-           block % row_blocks;
+    return block / row_blocks_before * row_blocks_before * chunk.slices() +
+           slice * height_of_group(block) + block % row_blocks_before;
   }
   // Makes this warp's share of the units that make_before() has left; `warps` share them. In each
   // pass a warp first starts to load x and y of a unit (in 2-D of two), then reports the previous
   // unit, then makes this one. Before it reports it waits for its writes, and meanwhile the loads
-  // arrive. The fence is for the copy engine, which will read the planes.
+  // arrive. The fence is for the copy engine. Here u counts patch after patch, 128 units each.
   __device__ __forceinline__ void make_beside(int warp, int warps) const {
     constexpr int kAtOnce = A::kBlades > 4 ? 1 : 2;  // units, of neighbouring rows
     const auto report = [&](int patch) {
@@ -1199,13 +1200,13 @@ struct BesideMaker : PlaneMaker<A> {
         GridCount(made[patch]).fetch_add(kAtOnce, cuda::memory_order_release);
       }
     };
-    const int in_group = row_blocks * chunk.slices();
+    const int in_group = row_blocks_before * chunk.slices();
     const int units = chunk.slices() * chunk.row_blocks() * 128;
     int last = -1;
     for (int u = this->units_before() + kAtOnce * warp; u < units; u += kAtOnce * warps) {
       const int patch = u / 128, group = patch / in_group, rest = patch % in_group;
-      const int height = height_of_group(group * row_blocks);
-      const int row = (group * row_blocks + rest % height) * 128 + u % 128;
+      const int height = height_of_group(group * row_blocks_before);
+      const int row = (group * row_blocks_before + rest % height) * 128 + u % 128;
       typename Maker::Unit unit[kAtOnce];
 #pragma unroll
       for (int i = 0; i < kAtOnce; ++i) unit[i] = this->load_unit(row + i, rest / height);
@@ -1220,7 +1221,7 @@ struct BesideMaker : PlaneMaker<A> {
   // Waits until a patch is there. The fence is between the makers' writes and the copies' reads.
   __device__ void wait(int block, int slice) const {
     const int patch = patch_of(block, slice);
-    if (patch >= row_blocks * slices) {
+    if (patch >= row_blocks_before * slices_before) {
       wait_for_count(GridCount(made[patch]), 128, "planes that other warps make");
     }
     global_fence();
@@ -1228,8 +1229,7 @@ struct BesideMaker : PlaneMaker<A> {
 #endif
 };
 
-// The kernel is *planes first* but for three things: three warps make planes, their warpgroup has
-// more registers, and at every fourth step, where a patch begins, the copies wait for this patch.
+// *planes first*, but three warps make planes, and copies wait where a patch begins, every 4 steps.
 template <class Tile, typename A>
 __global__ void HOPPER_CLUSTER(Tile::kBlocks) __launch_bounds__(384, 1)
     planes_beside(const __grid_constant__ CUtensorMap planes,
@@ -1417,12 +1417,11 @@ constexpr int kGradientTileBytes = 3 * kTile * kGradientStride * sizeof(float);
 //     the groups  each of the two multiplies all 64 rows by 64 of the rows of w[t]
 //
 // `dz` and `w` point to the first of these rows. At the end the sums overwrite the stages, in rows
-// that are kGradientStride apart. A row of w[t] has neighbouring features of z, over which the sum
-// goes, as a row of dz has. So ldmatrix can load the right operand, too: its four matrices of 8 x 4
-// floats are 16 rows of w[t], which are columns of the result, by 8 features of z.
+// kGradientStride apart. Rows of w[t], as of dz, have neighbouring features of z, over which the
+// sum goes. So ldmatrix can load the right operand, too: rows of w[t] are columns of the result.
 template <int kBlades>
 __device__ __forceinline__ void plane_gradients(const float* dz, const float* w,
-                                                const ResultGradients& of, int features,
+                                                const ResultGradients& sizes, int features,
                                                 float* shared) {
   constexpr int kOperand = kTile * kGradientDepth, kStage = (kBlades + 2) * kOperand;
   static_assert(2 * kStage * sizeof(float) <= kGradientTileBytes);
@@ -1431,14 +1430,15 @@ __device__ __forceinline__ void plane_gradients(const float* dz, const float* w,
     float* const to = shared + step % 2 * kStage;
 #pragma unroll
     for (int i = threadIdx.x; i < (kBlades + 2) * kTile * 8; i += kPairThreads) {
+      // "Blades" kBlades and kBlades + 1 are the two halves of w[t], 64 rows each.
       const int row = i / 8, piece = i % 8, blade = row / kTile;
       const float* from = blade < kBlades
-                              ? dz + blade * of.pitch
-                              : w + static_cast<size_t>(blade - kBlades) * kTile * of.stride;
-      copy_async<16>(
-          to + TileWarp::place<8>(row, piece),
-          from + static_cast<size_t>(row % kTile) * of.stride + step * kGradientDepth + piece * 4,
-          true);
+                              ? dz + blade * sizes.pitch
+                              : w + static_cast<size_t>(blade - kBlades) * kTile * sizes.stride;
+      copy_async<16>(to + TileWarp::place<8>(row, piece),
+                     from + static_cast<size_t>(row % kTile) * sizes.stride +
+                         step * kGradientDepth + piece * 4,
+                     true);
     }
     copy_async_commit();
   };
@@ -1460,7 +1460,7 @@ __device__ __forceinline__ void plane_gradients(const float* dz, const float* w,
       unsigned b[4][2];
 #pragma unroll
       for (int j = 0; j < 4; j += 2) {
-        unsigned four[4];
+        unsigned four[4];  // lanes 0-7, 8-15: 8 rows, k 0-3 and 4-7; 16-31: the next 8 rows
         const int at = warp.col + 8 * j + warp.lane % 8 + warp.lane / 16 * 8;
         ldmatrix_x4(four, right + TileWarp::place<8>(at, k / 4 + warp.lane / 8 % 2));
         b[j][0] = four[0], b[j][1] = four[1], b[j + 1][0] = four[2], b[j + 1][1] = four[3];
@@ -1486,7 +1486,7 @@ __device__ __forceinline__ void plane_gradients(const float* dz, const float* w,
   __syncthreads();
 }
 
-// Packs of four neighbouring features of one grade's blades, `pitch` apart.
+// Packs of 4 features of one grade's blades, `pitch` apart. At `from` blade 0 is, or would be.
 template <int grade, typename A>
 __device__ __forceinline__ void load_grade(Multivectors<A, 4>& to, const float* from,
                                            size_t pitch) {
@@ -1759,16 +1759,16 @@ __device__ __forceinline__ void turn_grade(const float* out, const float* d_out,
   const auto start = [&](int i) {
     return static_cast<size_t>(chunk.first + row0 + i) * layer.features;
   };
-  const int thread = threadIdx.x, own = thread / 64;
+  const int thread = threadIdx.x, row = thread / 64;
   float r = 1;
   if (thread < kResultRows && layer.normed && row0 + thread < chunk.rows) {
     r = inverses[static_cast<size_t>(c) * layer.batch + chunk.first + row0 + thread];
   }
   Sums<1> product = {};
-  if (layer.normed && row0 + own < chunk.rows) {
+  if (layer.normed && row0 + row < chunk.rows) {
     for (int f = threadIdx.x % 64 * 4; f < layer.features; f += 64 * 4) {
       unroll<A::first(c), A::first(c + 1)>([&](auto k) {
-        const size_t at = k * plane + start(own) + f;
+        const size_t at = k * plane + start(row) + f;
         const auto a = *reinterpret_cast<const Pack<4>*>(out + at);
         const auto b = *reinterpret_cast<const Pack<4>*>(d_out + at);
 #pragma unroll
@@ -1797,7 +1797,8 @@ __device__ __forceinline__ void turn_grade(const float* out, const float* d_out,
         if (inside && layer.normed) value -= factors.y * out[at];
         eight[i] = rounded_to_tf32(value);
       }
-      // A lane and the next one exchange halves, so that together they store a whole sector.
+      // Features f - odd and f - odd + 1 are side by side: an even lane stores rows 0 to 3 of both,
+      // an odd lane rows 4 to 7. So two lanes together store whole sectors.
       float other[4];
 #pragma unroll
       for (int i = 0; i < 4; ++i) {
@@ -2208,14 +2209,12 @@ struct TiledBackward {
     return forward.bytes() + dz.bytes() + (splits > 1 ? partials.bytes() : 0);
   }
 
-  // As many rows of dz as kChunkBytes hold, a multiple of 64.
   static int rows_at_a_time(const Tiled<A>& tiled) {
     const size_t most = kChunkBytes / (sizeof(float) * A::kBlades * tiled.stride);
     const int whole = std::max(1, static_cast<int>(most) / kTile);
     return kTile * std::min(whole, Tiled<A>::tiles(tiled.of.layer.batch));
   }
-  // In how many shares dw's sum over the batch is computed: as many as make up to two blocks for
-  // each multiprocessor, but at most 16, and at most as many as there are tiles of 128 rows.
+  // In how many shares dw's sum over the batch is computed: enough for two blocks a multiprocessor.
   static int shares_of_batch(const Tiled<A>& tiled, int rows, const Device& device) {
     const int tiles = Tiled<A>::tiles(tiled.of.layer.features);
     const int blocks = tiles * tiles * A::kGrades;
@@ -2254,7 +2253,7 @@ struct TiledBackward {
 
 // Which tile a product on Hopper has, and how many clusters of it the device holds. A step of a
 // large tile takes the tensor cores 1024 cycles, one of a small tile 512. But in both a block
-// fetches 32 KB for a step, and for a small one that takes longer than 512 cycles: how long is an
+// fetches 32 KB for a step, and for a small one that takes longer than 512 cycles: 620 is an
 // estimate. So small tiles are better only where large ones leave multiprocessors without work.
 constexpr int kLargeCycles = 1024, kSmallCycles = 620;
 struct TileChoice {
@@ -2268,8 +2267,8 @@ int clusters_of(void (*kernel)(Parameters...)) {
   allow_shared_bytes(kernel, kBytes);
   return resident_clusters(kernel, Tile::kBlocks, 384, kBytes);
 }
-// The choice that takes fewer cycles: the number of rounds times the cycles of a step. Large and
-// small tiles have equally many steps. large(clusters) and small(clusters) count the tiles.
+// The choice that takes fewer cycles: tiles / clusters, rounded up (row by row there may be more
+// rounds), times the cycles of a step. Steps are equally many. large() and small() count tiles.
 template <typename LargeTiles, typename SmallTiles>
 TileChoice choose_tile(int large_clusters, int small_clusters, LargeTiles large, SmallTiles small) {
   const int large_cycles = kLargeCycles * ceil_div(large(large_clusters), large_clusters);
@@ -2289,16 +2288,11 @@ CUtensorMap factor(const float* data, int64_t rows, int64_t cols, unsigned box_r
   return tensor_map<float>(data, rows, cols, box_rows);
 }
 
-// *planes first* and *planes beside*, forward. For each chunk of the batch forward() launches
-// make_ready, then planes_first or planes_beside, then normalize_rest, if some rows' tiles are not
-// together(). Backward goes through the chunks from the last one to the first one, and launches for
-// each turn_result_gradients, weight_gradients_product, plane_gradients_product and
-// take_planes_apart. The memory has the planes of one chunk. After forward these are those of the
-// last one, so for each other chunk make_ready runs again, after turn_result_gradients.
+// *planes first* and *planes beside*, forward. For each chunk forward() launches make_ready, then
+// planes_first or planes_beside, then normalize_rest, if some rows' tiles are not together().
 //
-// `kept` is memory for 1 / rms, which all kernels of a table may share. `squares` is what Norm has
-// of this name. `made` has two lists of counters: for each patch how many of its units are there,
-// and after them Norm's `counted`.
+// `kept` is memory for 1 / rms, which all kernels of a table may share. `made` has two lists of
+// counters: for each patch how many of its units are there, and after them Norm's `counted`.
 template <typename A, bool kBeside>
 struct InMemory {
   static constexpr size_t kPlaneBytes = 1 << 30;
@@ -2322,18 +2316,20 @@ struct InMemory {
   }
   // How many rows a chunk has. There are as few chunks as kPlaneBytes allows, about equally long,
   // and all but the last have a multiple of 256 rows. A grid has at most 65535 blocks along y, and
-  // backward has a row of blocks for each row: so `most` is at most 255 x 256.
+  // take_planes_apart has as many as the chunk has rows: so `most` is at most 255 x 256.
   int rows_at_a_time() const {
     const int batch = of.layer.batch;
     const size_t fit = kPlaneBytes / (sizeof(float) * order.planes() * stride);
     const int most = std::clamp(static_cast<int>(fit) / 256, 1, 255) * 256;
-    return std::min(batch, ceil_div(ceil_div(batch, ceil_div(batch, most)), 256) * 256);
+    const int chunks = ceil_div(batch, most);
+    return std::min(batch, ceil_div(ceil_div(batch, chunks), 256) * 256);
   }
   Chunk chunk(int first) const {
     const int count = std::min(rows, of.layer.batch - first);
     return {of.layer, first, count, ceil_div(count, 128) * 128, stride};
   }
   Chunk largest() const { return chunk(0); }
+  int first_of_last_chunk() const { return (of.layer.batch - 1) / rows * rows; }
   static int patches(const Chunk& chunk) { return chunk.slices() * chunk.row_blocks(); }
   static int counters(const Chunk& chunk) { return patches(chunk) + chunk.pitch / 64 * A::kGrades; }
 
@@ -2355,50 +2351,51 @@ struct InMemory {
         [&](int clusters) { return tiles<SmallTile>(largest(), clusters).rounds.tiles; });
   }
   Norm norm(const Chunk& chunk) const {
-    const TileOrder own = choice.large ? tiles<LargeTile>(chunk, choice.clusters)
-                                       : tiles<SmallTile>(chunk, choice.clusters);
-    return {of.out, inverses, squares, made.data() + patches(chunk), chunk, own};
+    const TileOrder tile_order = choice.large ? tiles<LargeTile>(chunk, choice.clusters)
+                                              : tiles<SmallTile>(chunk, choice.clusters);
+    return {of.out, inverses, squares, made.data() + patches(chunk), chunk, tile_order};
   }
   PlaneMaker<A> all_planes(const Chunk& chunk) const {
     return {of.x, of.y, planes, chunk, chunk.row_blocks(), chunk.slices()};
   }
-  // Of the rows of the first round, the planes of 256 features are made before the product.
   BesideMaker<A> maker(const Chunk& chunk) const {
     BesideMaker<A> result{all_planes(chunk), made};
-    result.row_blocks = std::min(norm(chunk).tiles.rows_of_round() / 128, result.row_blocks);
-    result.slices = std::min(2, result.slices);
+    const int first_round = norm(chunk).tiles.rows_of_round() / 128;
+    result.row_blocks_before = std::min(first_round, chunk.row_blocks());
+    result.slices_before = std::min(2, chunk.slices());
     return result;
   }
-  // Launches make_ready. It makes the planes that `planes_of` makes before the product and, with
-  // those of the first chunk, rounds and transposes the weights.
-  void prepare(const PlaneMaker<A>& planes_of, bool with_weights, float* plain_weights) const {
-    const int plane_blocks = planes_of.units_before() / 4;
+  // Launches make_ready: for the planes that `maker` makes before the product and, if
+  // `with_weights`, for the weights. plain_weights is null unless backward follows.
+  void prepare(const PlaneMaker<A>& maker, bool with_weights, float* plain_weights) const {
+    const int plane_blocks = maker.units_before() / 4;
     const WeightTransposer transposer{of.w,   weights, plain_weights, of.layer.features,
                                       stride, order};
     launch_early(make_ready<A>, plane_blocks + (with_weights ? transposer.blocks() : 0), 128, 0,
-                 planes_of, plane_blocks, transposer, made.data(), counters(planes_of.chunk));
+                 maker, plane_blocks, transposer, made.data(), counters(maker.chunk));
   }
   template <class Tile>
   void multiply(const Chunk& chunk) const {
-    const Norm own = norm(chunk);
+    const Norm norm = this->norm(chunk);
     const auto left = factor(planes, int64_t{order.planes()} * chunk.pitch, stride);
     const auto right = factor(weights, int64_t{A::kTriples} * stride, stride);
-    if constexpr (kBeside) {
-      launch_product<Tile>(planes_beside<Tile, A>, choice.clusters, left, right, own, maker(chunk));
+    if constexpr (kBeside) {  // clusters without a tile make planes
+      launch_product<Tile>(planes_beside<Tile, A>, choice.clusters, left, right, norm,
+                           maker(chunk));
     } else {
-      launch_product<Tile>(planes_first<Tile>, own.tiles.rounds.clusters, left, right, own);
+      launch_product<Tile>(planes_first<Tile>, norm.tiles.rounds.clusters, left, right, norm);
     }
-    if (!of.layer.normed || own.all_together()) return;
-    launch_early(normalize_rest<A>, ceil_div(chunk.rows * A::kGrades, 4), 128, 0, own);
+    if (!of.layer.normed || norm.all_together()) return;
+    launch_early(normalize_rest<A>, ceil_div(chunk.rows * A::kGrades, 4), 128, 0, norm);
   }
   void forward(float* plain_weights) const {
     for (int first = 0; first < of.layer.batch; first += rows) {
-      const Chunk own = chunk(first);
+      const Chunk chunk = this->chunk(first);
       if constexpr (kBeside)
-        prepare(maker(own), first == 0, plain_weights);
+        prepare(maker(chunk), first == 0, plain_weights);  // its PlaneMaker part
       else
-        prepare(all_planes(own), first == 0, plain_weights);
-      choice.large ? multiply<LargeTile>(own) : multiply<SmallTile>(own);
+        prepare(all_planes(chunk), first == 0, plain_weights);
+      choice.large ? multiply<LargeTile>(chunk) : multiply<SmallTile>(chunk);
     }
   }
 
@@ -2410,13 +2407,16 @@ struct InMemory {
   Memory<unsigned> made;
 };
 
+// The same with backward. For each chunk, the last one first, it launches turn_result_gradients,
+// then make_ready, if the planes are gone, the two products and take_planes_apart. At the end comes
+// sum_weight_gradients, if there are partial sums.
 template <typename A, bool kBeside>
 struct InMemoryBackward {
   InMemoryBackward(const InMemory<A, kBeside>& in_memory, const Gradients& gradients)
       : forward(in_memory),
         d(gradients),
         dz(forward.of.workspace.template any<float>(A::kBlades * forward.largest().matrix())),
-        weights(forward.of.workspace.template any<float>(forward.weights.size())),
+        plain_weights(forward.of.workspace.template any<float>(forward.weights.size())),
         partials(d.dw),
         of_planes(choose_tile(
             clusters_of<LargeTransposed>(plane_gradients_product<LargeTransposed>),
@@ -2431,9 +2431,9 @@ struct InMemoryBackward {
   }
 
   double bytes() const {
-    return forward.bytes() + dz.bytes() + weights.bytes() + (splits > 1 ? partials.bytes() : 0);
+    return forward.bytes() + dz.bytes() + plain_weights.bytes() +
+           (splits > 1 ? partials.bytes() : 0);
   }
-  int last_chunk() const { return (forward.of.layer.batch - 1) / forward.rows * forward.rows; }
 
   template <class Tile>
   PlaneGradientTiles plane_tiles(int clusters) const {
@@ -2441,10 +2441,10 @@ struct InMemoryBackward {
   }
   template <class Tile>
   WeightGradientTiles weight_tiles(const Chunk& chunk, int shares, int clusters) const {
-    return WeightGradientTiles(Tile(), forward.order, chunk, shares, chunk.first != last_chunk(),
-                               clusters);
+    return WeightGradientTiles(Tile(), forward.order, chunk, shares,
+                               chunk.first != forward.first_of_last_chunk(), clusters);
   }
-  // The steps of the cluster that has the most to do, in cycles.
+  // The steps of the cluster that has the most to do, in cycles. Only steps of a place matter here.
   template <class Tile>
   double weight_cycles(int shares, int clusters) const {
     const auto tiles = weight_tiles<Tile>(forward.largest(), shares, clusters);
@@ -2459,12 +2459,12 @@ struct InMemoryBackward {
     }
     return most * static_cast<double>(Tile::kBlocks > 1 ? kLargeCycles : kSmallCycles);
   }
-  // Where tiles are few, clusters share the rows of one. As partial sums have to be added up, a
-  // greater number of shares has to save more than a tenth of the cycles.
+  // Where tiles are few, clusters share the rows of one. Every share needs rows in every chunk,
+  // also in the last, the shortest. At most 8, so that partial sums, which cost time, stay few.
   void choose_splits() {
     const int large = clusters_of<LargeTransposed>(weight_gradients_product<LargeTransposed>);
     const int small = clusters_of<SmallTransposed>(weight_gradients_product<SmallTransposed>);
-    const int most = std::min(8, forward.chunk(last_chunk()).rows / 128);
+    const int most = std::min(8, forward.chunk(forward.first_of_last_chunk()).rows / 128);
     double best = 0;
     for (int shares = 1; shares <= std::max(most, 1); ++shares) {
       const double of_large = weight_cycles<LargeTransposed>(shares, large);
@@ -2489,19 +2489,20 @@ struct InMemoryBackward {
     const PlaneGradientTiles tiles(Tile(), forward.order, chunk, of_planes.clusters);
     launch_product<Tile>(plane_gradients_product<Tile>, tiles.rounds.clusters,
                          factor(dz, int64_t{A::kBlades} * chunk.stride, chunk.pitch, 32),
-                         factor(weights, int64_t{A::kTriples} * chunk.stride, chunk.stride),
+                         factor(plain_weights, int64_t{A::kTriples} * chunk.stride, chunk.stride),
                          forward.planes.data(), tiles);
   }
   void forward_and_backward() const {
     const Tensors& of = forward.of;
-    forward.forward(weights);
-    for (int first = last_chunk(); first >= 0; first -= forward.rows) {
+    forward.forward(plain_weights);
+    const int last = forward.first_of_last_chunk();
+    for (int first = last; first >= 0; first -= forward.rows) {
       const Chunk chunk = forward.chunk(first);
       launch_early(turn_result_gradients<A>, dim3(chunk.pitch / kResultRows, A::kGrades),
                    kResultThreads, 0, static_cast<const float*>(of.out),
                    static_cast<const float*>(d.d_out), static_cast<const float*>(forward.inverses),
                    dz.data(), chunk);
-      if (first != last_chunk()) forward.prepare(forward.all_planes(chunk), false, nullptr);
+      if (first != last) forward.prepare(forward.all_planes(chunk), false, nullptr);
       of_weights.large ? multiply_for_weights<LargeTransposed>(chunk)
                        : multiply_for_weights<SmallTransposed>(chunk);
       of_planes.large ? multiply_for_planes<LargeTransposed>(chunk)
@@ -2519,13 +2520,12 @@ struct InMemoryBackward {
   InMemory<A, kBeside> forward;
   Gradients d;
   int splits = 1;
-  Memory<float> dz, weights, partials;
+  Memory<float> dz, plain_weights, partials;
   TileChoice of_planes, of_weights;
 };
 
 // ---- The tables ---------------------------------------------------------------------------------
 
-// Whether rows are made of whole packs of four features.
 bool is_whole(const Layer& layer) { return layer.features % 4 == 0; }
 
 template <typename A>

@@ -152,7 +152,7 @@ OTHERS = {
     # Planes that are read before they are there, or told of before whoever sees that sees them, too; a
     # unit that is told of twice, and the next one never.
     CONNECTED: [
-        (r"if \((patch >= row_blocks \* slices)\) \{", "false"),
+        (r"if \((patch >= row_blocks_before \* slices_before)\) \{", "false"),
         (r"fetch_add\(kAtOnce, (cuda::memory_order_release)\)", "cuda::memory_order_relaxed"),
         (r"make\(unit\[i\]\);\s+last = (patch);", "last < 0 ? patch : last"),
     ],
