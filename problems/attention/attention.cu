@@ -153,6 +153,27 @@ void attend_fp64(cublasHandle_t blas, const HeadFp64& in, double* logits, double
                            k_stride, logits, keys, &zero, out, q_stride));
 }
 
+AttentionShape attention_shape(const Lesson& lesson) {
+  AttentionShape shape;
+  shape.queries = lesson.n();
+  shape.width = lesson.option("--width");
+  if (shape.width < 1 || shape.width > 256) fail(kBadUsage, "--width is from 1 to 256");
+  const auto or_else = [&](const char* option, int64_t value) {
+    return lesson.option(option) > 0 ? lesson.option(option) : std::max<int64_t>(1, value);
+  };
+  shape.keys = or_else("--keys", shape.queries);
+  shape.heads = or_else("--heads", lesson.on_cpu() ? 2 : 2048 / shape.width);
+  shape.kv_heads = or_else("--kv-heads", shape.heads);
+  shape.batch = or_else("--batch", lesson.on_cpu() ? 1 : 16384 / shape.queries);
+  if (shape.heads % shape.kv_heads != 0) {
+    fail(kBadUsage, "--kv-heads has to be a divisor of --heads");
+  }
+  if (lesson.flag("--hard-rows") && shape.width < kSpecialWidth) {
+    fail(kBadUsage, "--hard-rows needs a width of at least %d", static_cast<int>(kSpecialWidth));
+  }
+  return shape;
+}
+
 double attention_tolerance(const AttentionShape& shape, double u) {
   const double logits =
       kLogitStandard * dot_tolerance(shape.width, tensor_core_sum(shape.width), 0);

@@ -34,6 +34,11 @@ struct AttentionShape : operators::attention::AttentionShape {
   float scale() const { return 1 / std::sqrt(static_cast<float>(width)); }
 };
 
+/// The shape that a command line asks for: its N, --keys, --width, --heads, --kv-heads and --batch,
+/// where 0 is the default that these options name. What no kernel could take is bad usage, as are
+/// --hard-rows of fewer columns than kSpecialWidth. `causal` is left to the table.
+AttentionShape attention_shape(const Lesson& lesson);
+
 /// Q and K are uniform with variance 1, so that logits have mean 0 and standard deviation 1: large
 /// enough for the maximum of a row to grow while it is read, and for the weights e^logit to differ
 /// by factors of 1000; the largest of 10^10 logits is below 6.5. V is uniform in [-1, 1).
