@@ -1,0 +1,361 @@
+"""The rows of the table as functions of PyTorch's tensors: plans, which later calls find; the operators
+torch.ops.fused_kernels.*, with their layouts for tracing, their gradients and what torch.autocast does; and `calls`,
+what the package's functions call.
+
+An operator of torch.library costs several microseconds for each call, as long as the smallest kernels take. So it is
+called only where somebody looks at operators: torch.compile, torch.export, a TorchDispatchMode, torch.func, a subclass
+of Tensor, torch.autocast. All else calls the library directly, through an autograd.Function if a gradient is wanted."""
+
+import ctypes
+import itertools
+import operator
+import threading
+
+from ._library import error_of, is_for_cpu, library, library_path, query_of
+from ._table import OPERATORS
+
+OLDEST = "2.6"
+
+
+class _NoTorch:
+    def __init__(self, why):
+        self._why = why
+
+    def __getattr__(self, name):
+        raise ImportError(f"the functions of tensors need PyTorch{self._why}")
+
+    def __bool__(self):
+        return False
+
+
+try:
+    import torch
+    if not hasattr(torch.library, "register_autograd"):
+        torch = _NoTorch(f" {OLDEST} or newer; this is {torch.__version__}")
+except ModuleNotFoundError as error:
+    if error.name != "torch":
+        raise
+    torch = _NoTorch(", which is not installed")
+
+if torch:
+    # Of what is not public in PyTorch this is all. Each is looked at in every call.
+    _forward_ad = torch.autograd.forward_ad  # _current_level says whether there can be tangents; nothing public does
+    _dispatch_modes = torch._C._len_torch_dispatch_stack  # there is no public way to ask
+    _are_transforms_active = torch._C._are_functorch_transforms_active  # nor here
+    # Where PyTorch no longer has one of these, the public function does: it takes some tenths of a microsecond longer,
+    # or a whole one for the stream and for each result. What compiled programs call allocates results; it takes tuples.
+    _current_device = getattr(torch._C, "_cuda_getDevice", torch.cuda.current_device)
+    _current_stream = getattr(torch._C, "_cuda_getCurrentRawStream",
+                              lambda device: torch.cuda.current_stream(device).cuda_stream)
+    _empty = getattr(torch._C._dynamo.guards, "_empty_strided_cuda",
+                     lambda *layout: torch.empty_strided(layout[0], layout[1], dtype=layout[2], device="cuda"))
+    _is_capturing = torch.cuda.is_current_stream_capturing
+    _PLAIN = frozenset((torch.Tensor, torch.nn.Parameter, type(None)))
+
+# Loops over operands are map() of these: in a call they take less time than loops in Python.
+_ADDRESS, _STRIDES, _IS_CONTIGUOUS = map(operator.methodcaller, ("data_ptr", "stride", "is_contiguous"))
+_SHAPE_AND_TYPE, _REQUIRES_GRAD = operator.attrgetter("shape", "dtype"), operator.attrgetter("requires_grad")
+
+
+# ---- Plans: what all calls with operands of the same shapes, strides and types have in common ----------------------
+
+_MOST_PLANS = 4096
+_plans = {}
+
+
+class _Plan:
+    """A description that the library has accepted, its workspace, and the results' layouts. No call changes it, so
+    several threads may use it."""
+
+    __slots__ = ("function", "description", "at", "bytes", "workspace", "device", "outputs", "has_none")
+
+    def __init__(self, name, description, outputs, has_none=False):
+        """name: of the function. outputs: (shape, strides, dtype) of each result, or None. has_none: whether an
+        operand or a result is None. Asks the library, on the current device, how much workspace there has to be; it
+        refuses here what no GPU, or not this one, can compute."""
+        if is_for_cpu(library()):
+            raise RuntimeError(f"{library_path()} is the CPU's library, and tensors are on a GPU: install or build the "
+                               "package where nvcc is, with arch=all or this GPU's")
+        description.size = ctypes.sizeof(description)
+        needed = ctypes.c_size_t()
+        if code := getattr(library(), query_of(name))(ctypes.byref(description), ctypes.byref(needed)):
+            raise error_of(code)
+        self.function, self.outputs, self.has_none = getattr(library(), name), outputs, has_none
+        self.description, self.at = description, ctypes.addressof(description)
+        self.bytes, self.workspace = needed.value, (needed.value,)
+        self.device = _current_device()
+
+
+def _make_plan(row, tensors, numbers):
+    operands, numbers = dict(zip(row.operands, tensors)), dict(zip(row.numbers, numbers))
+    sizes, fields = row.check(operands, numbers)
+    outputs = {}
+    for name, layout in _results(row, operands, numbers, sizes).items():
+        if layout and name in row.like:
+            strides = torch.empty_like(operands[row.like[name]], device="meta").stride()
+        elif layout:
+            strides = itertools.accumulate(layout[0][:0:-1], operator.mul, initial=1)
+            strides = tuple(strides)[::-1] if layout[0] else ()
+        outputs[name] = layout and (layout[0], tuple(strides), layout[1])
+    layouts = {name: (tuple(each.shape), each.stride()) for name, each in operands.items() if each is not None}
+    description = row.describe(fields, layouts | {name: each[:2] for name, each in outputs.items() if each})
+    outputs = tuple(outputs.values())
+    return _Plan(row.function, description, outputs, None in outputs or len(layouts) < len(operands))
+
+
+def _results(row, operands, numbers, sizes):
+    """(shape, dtype) of each result by its name; None for those that there are not. Sizes may be symbols."""
+    found, first = {}, operands[row.order[0]]
+    for name in row.results:
+        of = operands.get(name.removeprefix("d_"))
+        if not row.is_written(name, operands, numbers):
+            found[name] = None
+        elif name.startswith("d_") and of is not None:
+            found[name] = tuple(of.shape), of.dtype
+        else:
+            dtype = getattr(torch, row.dtypes[name]) if name in row.dtypes else first.dtype
+            found[name] = row.sizes_of(name, sizes), dtype
+    return found
+
+
+def _remember(key, plan):
+    if len(_plans) >= _MOST_PLANS:  # sizes that are others in each call
+        _plans.clear()
+    _plans[key] = plan
+    return plan
+
+
+_KEPT_BYTES, _MOST_KEPT = 1 << 16, 64
+
+
+class _Kept(threading.local):
+    """Of each thread a small workspace for each stream that it calls in: (tensor, address) by (device, stream). To
+    allocate one costs a microsecond. Calls of one thread in one stream do not run at the same time, but those of two
+    threads might take turns within a call. Inside an operator of torch.library none is used: a compiled program may
+    have a pool of memory of its own."""
+
+    def __init__(self):
+        self.workspaces, self.usable = {}, True
+
+
+_kept = _Kept()
+
+
+def _launch(plan, tensors):
+    """Calls the plan's function on the current stream, and returns its results."""
+    if plan.has_none:
+        results = [layout and _empty(*layout) for layout in plan.outputs]
+        addresses = [None if each is None else each.data_ptr() for each in (*tensors, *results)]
+    else:
+        results = [*itertools.starmap(_empty, plan.outputs)]
+        addresses = *map(_ADDRESS, tensors), *map(_ADDRESS, results)
+    stream = _current_stream(plan.device)
+    if not plan.bytes:
+        workspace, at = None, None
+    elif plan.bytes <= _KEPT_BYTES and _kept.usable and not _is_capturing():  # a graph runs in whichever stream
+        workspace, at = _kept.workspaces.get((plan.device, stream)) or _keep_workspace(plan.device, stream)
+    else:
+        workspace = _empty(plan.workspace, (1,), torch.uint8)
+        at = workspace.data_ptr()
+    code = plan.function(plan.at, *addresses, at, plan.bytes, stream)
+    if code:
+        raise error_of(code)
+    return results
+
+
+def _keep_workspace(device, stream):
+    workspace = _empty((_KEPT_BYTES,), (1,), torch.uint8)
+    if len(_kept.workspaces) >= _MOST_KEPT:
+        _kept.workspaces.clear()  # PyTorch gives the memory to later work of the same stream alone
+    _kept.workspaces[device, stream] = workspace, workspace.data_ptr()
+    return _kept.workspaces[device, stream]
+
+
+def _on_device_of(name, tensor, function, *arguments):
+    """Calls the function while the tensor's device is the current one."""
+    if not tensor.is_cuda:
+        raise ValueError(f"{name} is on {tensor.device}; it has to be on a CUDA device")
+    with torch.cuda.device(tensor.device):
+        return function(*arguments)
+
+
+# ---- A row's functions: called directly ----------------------------------------------------------------------------
+
+
+def _run_of(row):
+    """What computes a row's results, where nobody looks: run(operands, numbers as the row converts them)."""
+    name, is_single, may_be_none = row.name, len(row.results) == 1, any(row.optional)
+    layout = _STRIDES if row.strides else _IS_CONTIGUOUS
+    returned = tuple(row.results.index(each) for each in row.returns.split())
+    arrange = operator.itemgetter(*returned) if returned else tuple
+
+    def run(tensors, numbers):
+        device = tensors[0].get_device()
+        if device < 0 or device != _current_device():
+            return _on_device_of(row.operands[0], tensors[0], run, tensors, numbers)
+        there = [each for each in tensors if each is not None] if may_be_none else tensors
+        which = tuple([each is None for each in tensors]) if may_be_none else None
+        key = name, device, numbers, which, *map(layout, there), *map(_SHAPE_AND_TYPE, there)
+        plan = _plans.get(key) or _remember(key, _make_plan(row, tensors, numbers))
+        results = _launch(plan, tensors)
+        return results[0] if is_single else arrange(results)
+
+    return run
+
+
+def _call_of(row, run, function):
+    """What a function of the package calls. function: the row's autograd.Function, if it has gradients."""
+    name, count, convert, can_cast, may_be_none = (row.name, len(row.operands), row.convert, row.autocast is not None,
+                                                   any(row.optional))
+
+    def call(*inputs):
+        if torch.compiler.is_compiling():
+            return getattr(torch.ops.fused_kernels, name)(*inputs)
+        tensors = inputs[:count]
+        if _forward_ad._current_level >= 0:
+            _refuse_tangents(tensors)
+        if (not _PLAIN.issuperset(map(type, tensors)) or _dispatch_modes() > 0 or _are_transforms_active()
+                or can_cast and torch.is_autocast_enabled("cuda")):
+            return getattr(torch.ops.fused_kernels, name)(*inputs)
+        numbers = convert(*inputs[count:]) if convert else inputs[count:]
+        there = [each for each in tensors if each is not None] if may_be_none else tensors
+        if torch.is_grad_enabled() and any(map(_REQUIRES_GRAD, there)):
+            if not function:
+                raise RuntimeError(row.refusal)
+            return function.apply(*tensors, *numbers)
+        return run(tensors, numbers)
+
+    return call
+
+
+def _refuse_tangents(tensors):
+    """The library would compute the result without its tangent, and nobody would hear of it."""
+    if any(each is not None and _forward_ad.unpack_dual(each).tangent is not None for each in tensors):
+        raise RuntimeError("the library has no forward-mode derivatives; take gradients by backward(), or call it on "
+                           "tensors without a tangent")
+
+
+# ---- A row's functions: gradients ----------------------------------------------------------------------------------
+
+
+def _gradients_of(row):
+    """(save(ctx, inputs, output), backward(ctx, *gradients)) as autograd.Function has them; of operators, too."""
+    count, returned = len(row.operands), tuple(row.returns.split()) or row.results
+    own = None if callable(row.backward) else OPERATORS[row.backward]
+    # What backward() keeps: all that the row of the gradients reads but the incoming gradients, which come first.
+    kept = [each for each in own.operands if each in row.operands + row.results] if own else row.operands
+    found_at = [(row.operands + returned).index(each) for each in kept]
+    hidden = [at for at, each in enumerate(returned) if own and f"d_{each}" not in own.operands]
+    without = [] if not own else [at for at, each in enumerate(row.operands)
+                                  if f"d_{each}" not in own.results and each not in row.dtypes]
+
+    def save(ctx, inputs, output):
+        if without and any(inputs[at].requires_grad for at in without):
+            raise RuntimeError(row.refusal)
+        outputs = output if isinstance(output, tuple) else (output,)
+        if hidden:
+            ctx.mark_non_differentiable(*[outputs[at] for at in hidden])
+            ctx.set_materialize_grads(False)  # zeros that nobody reads, as large as what is hidden
+        ctx.numbers = inputs[count:]
+        both = *inputs[:count], *outputs
+        ctx.save_for_backward(*[both[at] for at in found_at])
+
+    def backward(ctx, *gradients):
+        incoming = {each: d for each, d in zip(returned, gradients) if f"d_{each}" in own.operands}
+        if all(d is None for d in incoming.values()):
+            return (None,) * (count + len(ctx.numbers))
+        saved, numbers = dict(zip(kept, ctx.saved_tensors)), dict(zip(row.numbers, ctx.numbers))
+        if not all(numbers.get(each, True) for each in kept):  # the operator was called by name, without all results
+            numbers |= {each: True for each in kept if each in numbers}
+            with torch.no_grad():
+                again = calls[row.name](*[saved[each] for each in row.operands], *numbers.values())
+            saved |= {each: result for each, result in zip(returned, again) if each in kept}
+        arrived = [d if each in row.like and d.stride() == saved[each].stride() else d.contiguous()
+                   for each, d in incoming.items()]
+        found = calls[own.name](*arrived, *saved.values(), *[numbers[each] for each in own.numbers])
+        found = dict(zip(own.results, found))
+        return (*[found.get(f"d_{each}") if is_needed else None
+                  for each, is_needed in zip(row.operands, ctx.needs_input_grad)], *[None] * len(ctx.numbers))
+
+    return save, row.backward if callable(row.backward) else backward
+
+
+def _function_of(row, run, save, backward):
+    """The autograd.Function of calls that nobody looks at."""
+    count = len(row.operands)
+
+    def forward(ctx, *inputs):
+        output = run(inputs[:count], inputs[count:])
+        save(ctx, inputs, output)
+        return output
+
+    methods = {"forward": staticmethod(forward), "backward": staticmethod(backward)}
+    return type(f"fused_kernels_{row.name}", (torch.autograd.Function,), methods)
+
+
+# ---- A row's functions: what torch.library is told -----------------------------------------------------------------
+
+
+def _register(library_of_operators, row, run, save, backward):
+    """Defines torch.ops.fused_kernels.NAME."""
+    name, full, count = row.name, f"fused_kernels::{row.name}", len(row.operands)
+    returned = tuple(row.returns.split()) or row.results
+
+    def with_defaults(numbers):
+        """The dispatcher leaves out what are defaults at the end."""
+        return *numbers, *[default for _, default in row.numbers.values()][len(numbers):]
+
+    def none_as_empty(tensors, results):
+        """The results of an operator are tensors, always."""
+        empty = [tensors[0].new_empty((0,), dtype=getattr(torch, row.dtypes[each]) if each in row.dtypes else None)
+                 if result is None else result for each, result in zip(returned, results)]
+        return tuple(empty) if len(empty) > 1 else empty[0]
+
+    def run_as_operator(*inputs):
+        tensors, numbers = inputs[:count], with_defaults(inputs[count:])
+        usable, _kept.usable = _kept.usable, False
+        try:
+            results = run(tensors, row.convert(*numbers) if row.convert else numbers)
+        finally:
+            _kept.usable = usable
+        return none_as_empty(tensors, results if isinstance(results, tuple) else (results,))
+
+    def fake(*inputs):
+        """Results without their numbers. Sizes may be symbols, which are not compared: the call does that."""
+        operands = dict(zip(row.operands, inputs))
+        numbers = dict(zip(row.numbers, with_defaults(inputs[count:])))
+        layouts = _results(row, operands, numbers, row.sizes(operands))
+        results = {each: None if not layout else torch.empty_like(operands[row.like[each]]) if each in row.like
+                   else inputs[0].new_empty(layout[0], dtype=layout[1]) for each, layout in layouts.items()}
+        return none_as_empty(inputs, [results[each] for each in returned])
+
+    def with_autocast(*inputs):
+        """torch.library.register_autocast() knows one type, and torch.autocast has the one that it is given."""
+        dtype = torch.get_autocast_dtype("cuda")
+        if str(dtype).removeprefix("torch.") in row.types and row.autocast(*with_defaults(inputs[count:])):
+            inputs = [each.to(dtype) if isinstance(each, torch.Tensor) and each.is_floating_point()
+                      and each.dtype != torch.float64 else each for each in inputs]
+        with torch.autocast("cuda", enabled=False):
+            return getattr(torch.ops.fused_kernels, name)(*inputs)
+
+    def refuse(ctx, *gradients):
+        raise RuntimeError(row.refusal)
+
+    # Inductor shall not change the layout of what it hands over. (The second tag is of PyTorch before 2.7.)
+    strides = getattr(torch.Tag, "needs_exact_strides", torch.Tag.needs_fixed_stride_order)
+    library_of_operators.define(name + row.schema, tags=(torch.Tag.pt2_compliant_tag, strides))
+    library_of_operators.impl(name, run_as_operator, "CUDA")
+    torch.library.register_fake(full, fake, lib=library_of_operators)
+    torch.library.register_autograd(full, backward or refuse, setup_context=save, lib=library_of_operators)
+    if row.autocast:
+        library_of_operators.impl(name, with_autocast, "AutocastCUDA")
+
+
+calls = {}  # name -> what the function of the package calls, with all its arguments
+_operators = torch.library.Library("fused_kernels", "DEF") if torch else None
+for _row in OPERATORS.values():
+    _run = _run_of(_row)
+    _save, _backward = _gradients_of(_row) if _row.backward else (None, None)
+    calls[_row.name] = _call_of(_row, _run, torch and _backward and _function_of(_row, _run, _save, _backward))
+    if torch:
+        _register(_operators, _row, _run, _save, _backward)
