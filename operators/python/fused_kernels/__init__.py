@@ -11,9 +11,10 @@ types. For all of them:
 
 - Tensors are on one CUDA device. The work is put on PyTorch's current stream of that device, and the function
   returns at once. The results and the workspace are new tensors of PyTorch's caching allocator.
-- No operand is copied or converted. torch.autocast changes nothing: inside it, too, operands have to have the types
-  that the docstring names. Where a layout is not one that the library reads, the function refuses it. Each tensor
-  starts at a multiple of 16 bytes, as all do but some views.
+- No operand is copied or converted, but by torch.autocast, in product(), gating() and attention(). In all else it
+  changes nothing: inside it, too, operands have to have the types that the docstring names. Where a layout is not one
+  that the library reads, the function refuses it. Each tensor starts at a multiple of 16 bytes, as all do but some
+  views.
 - What the library refuses is a ValueError, or a RuntimeError where the cause is the GPU or CUDA. Its message is the
   library's sentence, fk_last_error().
 - torch.compile sees the operators torch.ops.fused_kernels.*; no graph break is needed. A call can be captured in a
@@ -45,6 +46,9 @@ def product(a, b, math="fp32"):
     Layout: elements of a row are neighbours. Rows may be further apart than they are long, a multiple of 16 bytes; but
     with torch.float32 and math="fp32" they are dense. A transposed matrix is refused.
 
+    torch.autocast: operands become of its type, as those of PyTorch's product do, but torch.float64 stays. With another
+    `math` than "fp32" they all stay as they are.
+
     Gradients: d_a = d b^T and d_b = a^T d, by PyTorch's own product, since the library reads no transposed matrices.
     How that multiplies fp32 is PyTorch's setting, not `math`.
 
@@ -60,6 +64,9 @@ def gating(x, w1, w2, b1, b2):
 
     Layout: rows of x may be further apart than they are long, a multiple of 16 bytes; weights and biases are
     contiguous. (The weight of a torch.nn.Linear is (hidden, inputs): keep w.t().contiguous().)
+
+    torch.autocast: operands become of its type, if that is one of the above, but torch.float64 stays; with another type
+    they all stay as they are.
 
     Gradients: of all five, by gating_backward(), always all together; an incoming gradient that is not contiguous is
     copied. There are no second derivatives.
@@ -94,6 +101,8 @@ def attention(q, k, v, causal=False, scale=None, log_sums=False):
     for tensors (batch, heads, queries, width), as PyTorch's scaled_dot_product_attention takes them, call
     attention(q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2)).transpose(1, 2): nothing is copied. Where
     width and all strides are multiples of 8 it is faster.
+
+    torch.autocast: q, k and v become of its type, as those of PyTorch's attention do, but torch.float64 stays.
 
     Gradients: of q, k and v, by attention_backward(), always all three, where width is a multiple of 8, at most 128,
     and strides are multiples of 8. What is not so is refused in the backward pass. log_sums have no gradient. An

@@ -4,11 +4,15 @@ is checked here are a tensor's shape, strides and type."""
 
 import dataclasses
 import functools
-import operator
 import typing
 
 from ._header import (FK_BFLOAT16, FK_FLOAT16, FK_FLOAT32, FK_TF32, FK_TF32X3, fk_attention, fk_attention_gradients,
                       fk_clifford, fk_diffusion, fk_gating, fk_gradients, fk_product, fk_softmax, fk_strides)
+
+# Numbers are part of what a plan is found by. So they are converted first: a tensor as a key would be compared by
+# identity, and its first value would be used for ever. Of each type in a schema, the expression that converts:
+PYTHON = {"bool": "bool({0})", "float?": "None if {0} is None else float({0})", "str": "{0}",
+          "int[]": "tuple(map(operator.index, {0}))"}
 
 
 @dataclasses.dataclass(eq=False)
@@ -31,8 +35,8 @@ class Operator:
     like: dict = dataclasses.field(default_factory=dict)  # results that lie in memory as an operand does
     strides: dict = dataclasses.field(default_factory=dict)  # the fields for those that need not be contiguous
     first: str = ""  # operands that are looked at before the others, in this order
-    numbers: dict = dataclasses.field(default_factory=dict)  # what is no tensor: name -> (type in a schema, default)
-    convert: typing.Callable = None  # numbers of any class -> a tuple of Python's, which plans are found by
+    # What is no tensor: name -> (type in the operator's schema, one of PYTHON, and the default).
+    numbers: dict = dataclasses.field(default_factory=dict)
     given: typing.Callable = None  # numbers -> sizes of dimensions and fields; called before operands are looked at
     finish: typing.Callable = None  # (fields, operands, numbers) -> fields that are others; called after that
     autocast: typing.Callable = None  # numbers -> whether torch.autocast converts operands; None: it does not
@@ -48,6 +52,10 @@ class Operator:
     @functools.cached_property
     def results(self):
         return tuple(each.rstrip("?") for each in self.writes.split())
+
+    @functools.cached_property
+    def returned(self):
+        return tuple(self.returns.split()) or self.results
 
     @functools.cached_property
     def order(self):
@@ -189,16 +197,8 @@ def gradients_of_product(ctx, d):
     return d @ b.t() if ctx.needs_input_grad[0] else None, a.t() @ d if ctx.needs_input_grad[1] else None, None
 
 
-def of_attention(causal, scale, *others):
-    return bool(causal), None if scale is None else float(scale), *map(bool, others)
-
-
 def scale_of_attention(fields, operands, numbers):
     return {"scale": max(fields["width"], 1)**-0.5 if numbers["scale"] is None else numbers["scale"]}
-
-
-def of_clifford(signature, normed):
-    return tuple(map(operator.index, signature)), bool(normed)
 
 
 def algebra(signature, normed):
@@ -235,7 +235,7 @@ ATTENTION = Operator(
                 out="batch queries heads width", log_sums="batch heads queries"),
     dtypes=dict(log_sums="float32"), like=dict(out="q"),
     strides=dict(q="q_strides", k="k_strides", v="v_strides", out="out_strides"),
-    numbers=dict(causal=("bool", False), scale=("float?", None), log_sums=("bool", False)), convert=of_attention,
+    numbers=dict(causal=("bool", False), scale=("float?", None), log_sums=("bool", False)),
     finish=scale_of_attention, autocast=lambda *numbers: True, backward="attention_backward")
 
 DIFFUSION = Operator(
@@ -269,7 +269,7 @@ CLIFFORD = Operator(
     name="clifford", function="fk_clifford_forward", struct=fk_clifford, types=SINGLE, reads="x y w", writes="out",
     shapes=dict(x="blades batch features", y="blades batch features", w="features triples",
                 out="blades batch features"),
-    numbers=dict(signature=("int[]", (3, 0, 0)), normed=("bool", True)), convert=of_clifford, given=algebra,
+    numbers=dict(signature=("int[]", (3, 0, 0)), normed=("bool", True)), given=algebra,
     backward="clifford_backward")
 
 CLIFFORD_CONNECTED = dataclasses.replace(

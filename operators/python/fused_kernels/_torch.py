@@ -8,11 +8,12 @@ of Tensor, torch.autocast. All else calls the library directly, through an autog
 
 import ctypes
 import itertools
+import linecache
 import operator
 import threading
 
 from ._library import error_of, is_for_cpu, library, library_path, query_of
-from ._table import OPERATORS
+from ._table import OPERATORS, PYTHON
 
 OLDEST = "2.6"
 
@@ -52,10 +53,6 @@ if torch:
     _is_capturing = torch.cuda.is_current_stream_capturing
     _PLAIN = frozenset((torch.Tensor, torch.nn.Parameter, type(None)))
 
-# Loops over operands are map() of these: in a call they take less time than loops in Python.
-_ADDRESS, _STRIDES, _IS_CONTIGUOUS = map(operator.methodcaller, ("data_ptr", "stride", "is_contiguous"))
-_SHAPE_AND_TYPE, _REQUIRES_GRAD = operator.attrgetter("shape", "dtype"), operator.attrgetter("requires_grad")
-
 
 # ---- Plans: what all calls with operands of the same shapes, strides and types have in common ----------------------
 
@@ -67,12 +64,12 @@ class _Plan:
     """A description that the library has accepted, its workspace, and the results' layouts. No call changes it, so
     several threads may use it."""
 
-    __slots__ = ("function", "description", "at", "bytes", "workspace", "device", "outputs", "has_none")
+    __slots__ = ("function", "description", "at", "bytes", "workspace", "device", "outputs")
 
-    def __init__(self, name, description, outputs, has_none=False):
-        """name: of the function. outputs: (shape, strides, dtype) of each result, or None. has_none: whether an
-        operand or a result is None. Asks the library, on the current device, how much workspace there has to be; it
-        refuses here what no GPU, or not this one, can compute."""
+    def __init__(self, name, description, outputs):
+        """name: of the function. outputs: (shape, strides, dtype) of each result, or None. Asks the library, on the
+        current device, how much workspace there has to be; it refuses here what no GPU, or not this one, can
+        compute."""
         if is_for_cpu(library()):
             raise RuntimeError(f"{library_path()} is the CPU's library, and tensors are on a GPU: install or build the "
                                "package where nvcc is, with arch=all or this GPU's")
@@ -80,7 +77,7 @@ class _Plan:
         needed = ctypes.c_size_t()
         if code := getattr(library(), query_of(name))(ctypes.byref(description), ctypes.byref(needed)):
             raise error_of(code)
-        self.function, self.outputs, self.has_none = getattr(library(), name), outputs, has_none
+        self.function, self.outputs = getattr(library(), name), outputs
         self.description, self.at = description, ctypes.addressof(description)
         self.bytes, self.workspace = needed.value, (needed.value,)
         self.device = _current_device()
@@ -99,8 +96,7 @@ def _make_plan(row, tensors, numbers):
         outputs[name] = layout and (layout[0], tuple(strides), layout[1])
     layouts = {name: (tuple(each.shape), each.stride()) for name, each in operands.items() if each is not None}
     description = row.describe(fields, layouts | {name: each[:2] for name, each in outputs.items() if each})
-    outputs = tuple(outputs.values())
-    return _Plan(row.function, description, outputs, None in outputs or len(layouts) < len(operands))
+    return _Plan(row.function, description, tuple(outputs.values()))
 
 
 def _results(row, operands, numbers, sizes):
@@ -128,7 +124,7 @@ def _remember(key, plan):
 _KEPT_BYTES, _MOST_KEPT = 1 << 16, 64
 
 
-class _Kept(threading.local):
+class _Workspaces(threading.local):
     """Of each thread a small workspace for each stream that it calls in: (tensor, address) by (device, stream). To
     allocate one costs a microsecond. Calls of one thread in one stream do not run at the same time, but those of two
     threads might take turns within a call. Inside an operator of torch.library none is used: a compiled program may
@@ -138,37 +134,30 @@ class _Kept(threading.local):
         self.workspaces, self.usable = {}, True
 
 
-_kept = _Kept()
+_own = _Workspaces()
 
 
-def _launch(plan, tensors):
-    """Calls the plan's function on the current stream, and returns its results."""
-    if plan.has_none:
-        results = [layout and _empty(*layout) for layout in plan.outputs]
-        addresses = [None if each is None else each.data_ptr() for each in (*tensors, *results)]
-    else:
-        results = [*itertools.starmap(_empty, plan.outputs)]
-        addresses = *map(_ADDRESS, tensors), *map(_ADDRESS, results)
+def _launch(plan, *addresses):
+    """Calls the plan's function on the current stream."""
     stream = _current_stream(plan.device)
     if not plan.bytes:
         workspace, at = None, None
-    elif plan.bytes <= _KEPT_BYTES and _kept.usable and not _is_capturing():  # a graph runs in whichever stream
-        workspace, at = _kept.workspaces.get((plan.device, stream)) or _keep_workspace(plan.device, stream)
+    elif plan.bytes <= _KEPT_BYTES and _own.usable and not _is_capturing():  # a graph runs in whichever stream
+        workspace, at = _own.workspaces.get((plan.device, stream)) or _keep_workspace(plan.device, stream)
     else:
         workspace = _empty(plan.workspace, (1,), torch.uint8)
         at = workspace.data_ptr()
     code = plan.function(plan.at, *addresses, at, plan.bytes, stream)
     if code:
         raise error_of(code)
-    return results
 
 
 def _keep_workspace(device, stream):
     workspace = _empty((_KEPT_BYTES,), (1,), torch.uint8)
-    if len(_kept.workspaces) >= _MOST_KEPT:
-        _kept.workspaces.clear()  # PyTorch gives the memory to later work of the same stream alone
-    _kept.workspaces[device, stream] = workspace, workspace.data_ptr()
-    return _kept.workspaces[device, stream]
+    if len(_own.workspaces) >= _MOST_KEPT:
+        _own.workspaces.clear()  # PyTorch gives the memory to later work of the same stream alone
+    _own.workspaces[device, stream] = workspace, workspace.data_ptr()
+    return _own.workspaces[device, stream]
 
 
 def _on_device_of(name, tensor, function, *arguments):
@@ -179,117 +168,167 @@ def _on_device_of(name, tensor, function, *arguments):
         return function(*arguments)
 
 
-# ---- A row's functions: called directly ----------------------------------------------------------------------------
-
-
-def _run_of(row):
-    """What computes a row's results, where nobody looks: run(operands, numbers as the row converts them)."""
-    name, is_single, may_be_none = row.name, len(row.results) == 1, any(row.optional)
-    layout = _STRIDES if row.strides else _IS_CONTIGUOUS
-    returned = tuple(row.results.index(each) for each in row.returns.split())
-    arrange = operator.itemgetter(*returned) if returned else tuple
-
-    def run(tensors, numbers):
-        device = tensors[0].get_device()
-        if device < 0 or device != _current_device():
-            return _on_device_of(row.operands[0], tensors[0], run, tensors, numbers)
-        there = [each for each in tensors if each is not None] if may_be_none else tensors
-        which = tuple([each is None for each in tensors]) if may_be_none else None
-        key = name, device, numbers, which, *map(layout, there), *map(_SHAPE_AND_TYPE, there)
-        plan = _plans.get(key) or _remember(key, _make_plan(row, tensors, numbers))
-        results = _launch(plan, tensors)
-        return results[0] if is_single else arrange(results)
-
-    return run
-
-
-def _call_of(row, run, function):
-    """What a function of the package calls. function: the row's autograd.Function, if it has gradients."""
-    name, count, convert, can_cast, may_be_none = (row.name, len(row.operands), row.convert, row.autocast is not None,
-                                                   any(row.optional))
-
-    def call(*inputs):
-        if torch.compiler.is_compiling():
-            return getattr(torch.ops.fused_kernels, name)(*inputs)
-        tensors = inputs[:count]
-        if _forward_ad._current_level >= 0:
-            _refuse_tangents(tensors)
-        if (not _PLAIN.issuperset(map(type, tensors)) or _dispatch_modes() > 0 or _are_transforms_active()
-                or can_cast and torch.is_autocast_enabled("cuda")):
-            return getattr(torch.ops.fused_kernels, name)(*inputs)
-        numbers = convert(*inputs[count:]) if convert else inputs[count:]
-        there = [each for each in tensors if each is not None] if may_be_none else tensors
-        if torch.is_grad_enabled() and any(map(_REQUIRES_GRAD, there)):
-            if not function:
-                raise RuntimeError(row.refusal)
-            return function.apply(*tensors, *numbers)
-        return run(tensors, numbers)
-
-    return call
-
-
-def _refuse_tangents(tensors):
+def _refuse_tangents(*tensors):
     """The library would compute the result without its tangent, and nobody would hear of it."""
     if any(each is not None and _forward_ad.unpack_dual(each).tangent is not None for each in tensors):
         raise RuntimeError("the library has no forward-mode derivatives; take gradients by backward(), or call it on "
                            "tensors without a tangent")
 
 
-# ---- A row's functions: gradients ----------------------------------------------------------------------------------
+# ---- A row's functions ---------------------------------------------------------------------------------------------
+#
+# Half of a call's time would go into loops over operands. So what each call runs is written out for its row, as the
+# standard library writes the methods of a dataclass. For softmax(x, w) this is, without what all rows have alike:
+#
+#     def call(x, w): ...
+#         if torch.is_grad_enabled() and (x.requires_grad or w.requires_grad):
+#             return function.apply(x, w)
+#         return run(x, w)
+#
+#     def run(x, w): ...
+#         key = ("softmax", device, x.shape, x.is_contiguous(), x.dtype, w.shape, w.is_contiguous(), w.dtype)
+#         plan = _plans.get(key) or _remember(key, _make_plan(row, (x, w), ()))
+#         (new_probs,) = plan.outputs
+#         new_probs = _empty(*new_probs)
+#         _launch(plan, x.data_ptr(), w.data_ptr(), new_probs.data_ptr())
+#         return new_probs
+#
+#     def save(ctx, inputs, output): ...
+#         ctx.save_for_backward(x, w, probs)
+#
+# print(_source_of(OPERATORS["softmax"])) shows all of it.
 
+_SOURCE = """
+def functions_of(row, function_of):
+    def call({inputs}):
+        if torch.compiler.is_compiling():
+            return torch.ops.fused_kernels.{name}({inputs})
+        if _forward_ad._current_level >= 0:
+            _refuse_tangents({tensors})
+        if {subclass} or _dispatch_modes() > 0 or _are_transforms_active(){cast}:
+            return torch.ops.fused_kernels.{name}({inputs})
+        if torch.is_grad_enabled() and ({requires_grad}):
+            if function is None:
+                raise RuntimeError(row.refusal)
+            return function.apply({tensors}{converted})
+        return run({inputs})
 
-def _gradients_of(row):
-    """(save(ctx, inputs, output), backward(ctx, *gradients)) as autograd.Function has them; of operators, too."""
-    count, returned = len(row.operands), tuple(row.returns.split()) or row.results
-    own = None if callable(row.backward) else OPERATORS[row.backward]
-    # What backward() keeps: all that the row of the gradients reads but the incoming gradients, which come first.
-    kept = [each for each in own.operands if each in row.operands + row.results] if own else row.operands
-    found_at = [(row.operands + returned).index(each) for each in kept]
-    hidden = [at for at, each in enumerate(returned) if own and f"d_{each}" not in own.operands]
-    without = [] if not own else [at for at, each in enumerate(row.operands)
-                                  if f"d_{each}" not in own.results and each not in row.dtypes]
+    def run({inputs}):
+        device = {first}.get_device()
+        if device < 0 or device != _current_device():
+            return _on_device_of("{first}", {first}, run, {inputs}){convert}
+        key = ({key})
+        plan = _plans.get(key) or _remember(key, _make_plan(row, ({tensors},), ({numbers})))
+        ({new},) = plan.outputs{allocate}
+        _launch(plan, {addresses})
+        return {returned}
 
     def save(ctx, inputs, output):
-        if without and any(inputs[at].requires_grad for at in without):
-            raise RuntimeError(row.refusal)
-        outputs = output if isinstance(output, tuple) else (output,)
-        if hidden:
-            ctx.mark_non_differentiable(*[outputs[at] for at in hidden])
-            ctx.set_materialize_grads(False)  # zeros that nobody reads, as large as what is hidden
-        ctx.numbers = inputs[count:]
-        both = *inputs[:count], *outputs
-        ctx.save_for_backward(*[both[at] for at in found_at])
+        {inputs}, = inputs{refuse}{keep_numbers}
+        {results} = output{hide}
+        ctx.save_for_backward({kept})
+
+    function = function_of(row, run, save)
+    return call, run, save
+"""
+
+
+def _gradients_row(row):
+    return OPERATORS.get(row.backward) if isinstance(row.backward, str) else None
+
+
+def _kept(row):
+    """What is kept for the gradients: what their row reads but the incoming gradients, which come first."""
+    own = _gradients_row(row)
+    return [each for each in own.operands if each in row.operands + row.results] if own else row.operands
+
+
+def _source_of(row):
+    own, numbers, line = _gradients_row(row), [*row.numbers], "\n        "
+    may_be_none = {each for each, is_so in zip(row.operands, row.optional) if is_so}
+    new = {each: f"new_{each}" for each in row.results}
+    may_be_new = {new[each] for each in row.results
+                  if each in row.numbers or each.removeprefix("d_") in may_be_none}
+    converted = [PYTHON[row.numbers[each][0]].format(each) for each in numbers]
+
+    def unless_none(each, expression, optional, otherwise="None"):
+        return f"{otherwise} if {each} is None else {expression}" if each in optional else expression
+
+    layouts = [unless_none(each, f"{each}.shape, {each}.{'stride' if each in row.strides else 'is_contiguous'}(), "
+                                 f"{each}.dtype", ()) for each in row.operands]
+    layouts = [f"{each} is not None and ({layout})" if each in may_be_none else layout
+               for each, layout in zip(row.operands, layouts)]
+    no_gradient = [each for each in row.operands if own and f"d_{each}" not in own.results and each not in row.dtypes]
+    hidden = [each for each in row.returned if own and f"d_{each}" not in own.operands]
+    return _SOURCE.format(
+        name=row.name, first=row.operands[0], inputs=", ".join([*row.operands, *numbers]),
+        tensors=", ".join(row.operands), numbers="".join(f"{each}, " for each in numbers),
+        subclass=" or ".join(f"type({each}) not in _PLAIN" for each in row.operands),
+        cast=' or torch.is_autocast_enabled("cuda")' if row.autocast else "",
+        requires_grad=" or ".join(f"{each} is not None and {each}.requires_grad" if each in may_be_none
+                                  else f"{each}.requires_grad" for each in row.operands),
+        converted="".join(f", {each}" for each in converted),
+        convert=f"{line}{', '.join(numbers)}, = {', '.join(converted)}," if numbers else "",
+        key=", ".join([repr(row.name), "device", *layouts, *numbers]),
+        new=", ".join(new.values()),
+        allocate="".join(f"{line}{each} = {unless_none(each, f'_empty(*{each})', may_be_new)}"
+                         for each in new.values()),
+        addresses=", ".join(unless_none(each, f"{each}.data_ptr()", may_be_none | may_be_new)
+                            for each in [*row.operands, *new.values()]),
+        returned=", ".join(new[each] for each in row.returned), results=", ".join(row.returned),
+        refuse=f"{line}if {' or '.join(f'{each}.requires_grad' for each in no_gradient)}:{line}"
+               "    raise RuntimeError(row.refusal)" if no_gradient else "",
+        keep_numbers=f"{line}ctx.numbers = {', '.join(numbers)}," if own and numbers else "",
+        # Without the second, zeros would be made that nobody reads, as large as what is hidden.
+        hide=f"{line}ctx.mark_non_differentiable({', '.join(hidden)}){line}ctx.set_materialize_grads(False)"
+             if hidden else "",
+        kept=", ".join(_kept(row)))
+
+
+def _functions_of(row):
+    """(call, run, save) of a row."""
+    source, path, found = _source_of(row), f"{__file__}:{row.name}", {}
+    linecache.cache[path] = len(source), None, source.splitlines(True), path  # for tracebacks
+    exec(compile(source, path, "exec"), globals(), found)
+    return found["functions_of"](row, _function_of)
+
+
+def _backward_of(row):
+    """backward(ctx, *gradients) as autograd.Function has it, where the gradients are a row of their own."""
+    own, kept = _gradients_row(row), _kept(row)
 
     def backward(ctx, *gradients):
-        incoming = {each: d for each, d in zip(returned, gradients) if f"d_{each}" in own.operands}
+        numbers = dict(zip(row.numbers, ctx.numbers)) if row.numbers else {}
+        incoming = {each: d for each, d in zip(row.returned, gradients) if f"d_{each}" in own.operands}
         if all(d is None for d in incoming.values()):
-            return (None,) * (count + len(ctx.numbers))
-        saved, numbers = dict(zip(kept, ctx.saved_tensors)), dict(zip(row.numbers, ctx.numbers))
+            return (None,) * len(row.operands + (*numbers,))
+        saved = dict(zip(kept, ctx.saved_tensors))
         if not all(numbers.get(each, True) for each in kept):  # the operator was called by name, without all results
             numbers |= {each: True for each in kept if each in numbers}
             with torch.no_grad():
                 again = calls[row.name](*[saved[each] for each in row.operands], *numbers.values())
-            saved |= {each: result for each, result in zip(returned, again) if each in kept}
+            saved |= {each: result for each, result in zip(row.returned, again) if each in kept}
         arrived = [d if each in row.like and d.stride() == saved[each].stride() else d.contiguous()
                    for each, d in incoming.items()]
         found = calls[own.name](*arrived, *saved.values(), *[numbers[each] for each in own.numbers])
         found = dict(zip(own.results, found))
         return (*[found.get(f"d_{each}") if is_needed else None
-                  for each, is_needed in zip(row.operands, ctx.needs_input_grad)], *[None] * len(ctx.numbers))
+                  for each, is_needed in zip(row.operands, ctx.needs_input_grad)], *[None] * len(numbers))
 
-    return save, row.backward if callable(row.backward) else backward
+    return backward
 
 
-def _function_of(row, run, save, backward):
-    """The autograd.Function of calls that nobody looks at."""
-    count = len(row.operands)
+def _function_of(row, run, save):
+    """The autograd.Function of calls that nobody looks at; None if there are no gradients."""
+    if not torch or not row.backward:
+        return None
 
     def forward(ctx, *inputs):
-        output = run(inputs[:count], inputs[count:])
+        output = run(*inputs)
         save(ctx, inputs, output)
         return output
 
-    methods = {"forward": staticmethod(forward), "backward": staticmethod(backward)}
+    methods = {"forward": staticmethod(forward), "backward": staticmethod(_backwards[row.name])}
     return type(f"fused_kernels_{row.name}", (torch.autograd.Function,), methods)
 
 
@@ -299,7 +338,6 @@ def _function_of(row, run, save, backward):
 def _register(library_of_operators, row, run, save, backward):
     """Defines torch.ops.fused_kernels.NAME."""
     name, full, count = row.name, f"fused_kernels::{row.name}", len(row.operands)
-    returned = tuple(row.returns.split()) or row.results
 
     def with_defaults(numbers):
         """The dispatcher leaves out what are defaults at the end."""
@@ -308,16 +346,16 @@ def _register(library_of_operators, row, run, save, backward):
     def none_as_empty(tensors, results):
         """The results of an operator are tensors, always."""
         empty = [tensors[0].new_empty((0,), dtype=getattr(torch, row.dtypes[each]) if each in row.dtypes else None)
-                 if result is None else result for each, result in zip(returned, results)]
+                 if result is None else result for each, result in zip(row.returned, results)]
         return tuple(empty) if len(empty) > 1 else empty[0]
 
     def run_as_operator(*inputs):
         tensors, numbers = inputs[:count], with_defaults(inputs[count:])
-        usable, _kept.usable = _kept.usable, False
+        usable, _own.usable = _own.usable, False
         try:
-            results = run(tensors, row.convert(*numbers) if row.convert else numbers)
+            results = run(*tensors, *numbers)
         finally:
-            _kept.usable = usable
+            _own.usable = usable
         return none_as_empty(tensors, results if isinstance(results, tuple) else (results,))
 
     def fake(*inputs):
@@ -327,7 +365,7 @@ def _register(library_of_operators, row, run, save, backward):
         layouts = _results(row, operands, numbers, row.sizes(operands))
         results = {each: None if not layout else torch.empty_like(operands[row.like[each]]) if each in row.like
                    else inputs[0].new_empty(layout[0], dtype=layout[1]) for each, layout in layouts.items()}
-        return none_as_empty(inputs, [results[each] for each in returned])
+        return none_as_empty(inputs, [results[each] for each in row.returned])
 
     def with_autocast(*inputs):
         """torch.library.register_autocast() knows one type, and torch.autocast has the one that it is given."""
@@ -352,10 +390,10 @@ def _register(library_of_operators, row, run, save, backward):
 
 
 calls = {}  # name -> what the function of the package calls, with all its arguments
+_backwards = {each.name: _backward_of(each) if isinstance(each.backward, str) else each.backward
+              for each in OPERATORS.values() if each.backward}
 _operators = torch.library.Library("fused_kernels", "DEF") if torch else None
 for _row in OPERATORS.values():
-    _run = _run_of(_row)
-    _save, _backward = _gradients_of(_row) if _row.backward else (None, None)
-    calls[_row.name] = _call_of(_row, _run, torch and _backward and _function_of(_row, _run, _save, _backward))
+    calls[_row.name], _run, _save = _functions_of(_row)
     if torch:
-        _register(_operators, _row, _run, _save, _backward)
+        _register(_operators, _row, _run, _save if _row.backward else None, _backwards.get(_row.name))
