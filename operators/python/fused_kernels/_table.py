@@ -11,8 +11,8 @@ from ._header import (FK_BFLOAT16, FK_FLOAT16, FK_FLOAT32, FK_TF32, FK_TF32X3, f
 
 # Numbers are part of what a plan is found by. So they are converted first: a tensor as a key would be compared by
 # identity, and its first value would be used for ever. Of each type in a schema, the expression that converts:
-PYTHON = {"bool": "bool({0})", "float?": "None if {0} is None else float({0})", "str": "{0}",
-          "int[]": "tuple(map(operator.index, {0}))"}
+PYTHON = {"bool": "bool({0})", "int": "operator.index({0})", "float?": "None if {0} is None else float({0})",
+          "int[]": "tuple(map(operator.index, {0}))", "str": "{0}"}
 
 
 @dataclasses.dataclass(eq=False)

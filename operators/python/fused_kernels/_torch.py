@@ -251,13 +251,17 @@ def _source_of(row):
                   if each in row.numbers or each.removeprefix("d_") in may_be_none}
     converted = [PYTHON[row.numbers[each][0]].format(each) for each in numbers]
 
-    def unless_none(each, expression, optional, otherwise="None"):
-        return f"{otherwise} if {each} is None else {expression}" if each in optional else expression
+    def unless_none(name, expression):
+        return f"None if {name} is None else {expression}" if name in may_be_none | may_be_new else expression
 
-    layouts = [unless_none(each, f"{each}.shape, {each}.{'stride' if each in row.strides else 'is_contiguous'}(), "
-                                 f"{each}.dtype", ()) for each in row.operands]
-    layouts = [f"{each} is not None and ({layout})" if each in may_be_none else layout
-               for each, layout in zip(row.operands, layouts)]
+    def layout(name):
+        found = f"{name}.shape, {name}.{'stride' if name in row.strides else 'is_contiguous'}(), {name}.dtype"
+        return unless_none(name, f"({found})") if name in may_be_none else found
+
+    def one_requires_grad(names):
+        return " or ".join(f"{each} is not None and {each}.requires_grad" if each in may_be_none
+                           else f"{each}.requires_grad" for each in names)
+
     no_gradient = [each for each in row.operands if own and f"d_{each}" not in own.results and each not in row.dtypes]
     hidden = [each for each in row.returned if own and f"d_{each}" not in own.operands]
     return _SOURCE.format(
@@ -265,19 +269,16 @@ def _source_of(row):
         tensors=", ".join(row.operands), numbers="".join(f"{each}, " for each in numbers),
         subclass=" or ".join(f"type({each}) not in _PLAIN" for each in row.operands),
         cast=' or torch.is_autocast_enabled("cuda")' if row.autocast else "",
-        requires_grad=" or ".join(f"{each} is not None and {each}.requires_grad" if each in may_be_none
-                                  else f"{each}.requires_grad" for each in row.operands),
+        requires_grad=one_requires_grad(row.operands),
         converted="".join(f", {each}" for each in converted),
         convert=f"{line}{', '.join(numbers)}, = {', '.join(converted)}," if numbers else "",
-        key=", ".join([repr(row.name), "device", *layouts, *numbers]),
+        key=", ".join([repr(row.name), "device", *map(layout, row.operands), *numbers]),
         new=", ".join(new.values()),
-        allocate="".join(f"{line}{each} = {unless_none(each, f'_empty(*{each})', may_be_new)}"
-                         for each in new.values()),
-        addresses=", ".join(unless_none(each, f"{each}.data_ptr()", may_be_none | may_be_new)
-                            for each in [*row.operands, *new.values()]),
+        allocate="".join(f"{line}{each} = {unless_none(each, f'_empty(*{each})')}" for each in new.values()),
+        addresses=", ".join(unless_none(each, f"{each}.data_ptr()") for each in [*row.operands, *new.values()]),
         returned=", ".join(new[each] for each in row.returned), results=", ".join(row.returned),
-        refuse=f"{line}if {' or '.join(f'{each}.requires_grad' for each in no_gradient)}:{line}"
-               "    raise RuntimeError(row.refusal)" if no_gradient else "",
+        refuse=f"{line}if {one_requires_grad(no_gradient)}:{line}    raise RuntimeError(row.refusal)"
+               if no_gradient else "",
         keep_numbers=f"{line}ctx.numbers = {', '.join(numbers)}," if own and numbers else "",
         # Without the second, zeros would be made that nobody reads, as large as what is hidden.
         hide=f"{line}ctx.mark_non_differentiable({', '.join(hidden)}){line}ctx.set_materialize_grads(False)"
