@@ -6,7 +6,7 @@ Tables stand between markers, which are lines of their own:
 
     <!-- table RECORD PROBLEM -->...<!-- end -->          a recorded table, a row per kernel, in 8 columns
     <!-- full RECORD PROBLEM -->...<!-- end -->           the same with all columns
-    <!-- rows (a line each:) RECORD PROBLEM: KERNEL -->...<!-- end -->  one kernel of each problem
+    <!-- rows (a line each:) RECORD PROBLEM: KERNEL | KERNEL -->...<!-- end -->  some kernels of each problem
     <!-- sizes TITLE | TITLE (a line each:) RECORD PROBLEM: KERNEL | KERNEL -->...<!-- end -->  times of
                                                           the same kernels, a row per problem
     <!-- output RECORD PROBLEM -->...<!-- end -->         the same in the look of the lesson's output
@@ -413,15 +413,16 @@ def table(run, problem, full=False):
 
 
 def rows(what):
-    """A table of the kernels that `what` lists, each of another problem."""
+    """A table of the kernels that `what` lists, of one problem or of several."""
     lines = ["| kernel | ms | TFLOP/s | GB/s | limit, ms | % of limit | error |", "|---" + "|--:" * 6 + "|"]
     for target in what.split("\n"):
-        place, name = target.strip().split(": ")
+        place, names = target.strip().split(": ")
         run, problem = problem_of(place)
-        kernel = kernel_of(problem, name)
-        numbers = (kernel["ms"]["median"], kernel["tflops"], kernel["gbps"], problem["limit_ms"])
-        cells = [name, *map(number, numbers), f"{kernel['percent_of_limit']:.1f}", f"{kernel['error']:.1e}"]
-        lines.append("| " + " | ".join(cells) + " |")
+        for name in names.split(" | "):
+            kernel = kernel_of(problem, name)
+            numbers = (kernel["ms"]["median"], kernel["tflops"], kernel["gbps"], problem["limit_ms"])
+            cells = [name, *map(number, numbers), f"{kernel['percent_of_limit']:.1f}", f"{kernel['error']:.1e}"]
+            lines.append("| " + " | ".join(cells) + " |")
     dims = ", ".join(f"{name} = {extent}" for name, extent in problem["dims"].items())
     lines[:0] = [f"{run['device']['name']}, {dims}. {how(run, problem)}", ""]
     return "\n" + "\n".join(lines) + "\n"
