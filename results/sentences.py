@@ -22,7 +22,10 @@ from record import Mistake
 NUMBER = r"\d+(?:\.\d+)?"
 RATE = r"(?:[kMGT]?(?:B|FLOP)/s|[kMGT]Hz)"
 UNIT = rf"(?:ms|us|ns|{RATE}|%|per cent|times|cycles)"
-MEASURED = re.compile(rf"(?<![\w.^]){NUMBER}(?=[ *]*\n?[ *]*{UNIT}(?!\w))|(?<![\w.])\d+\.\d+x(?!\w)")
+GAP = r"[ *]*\n?[ *]*"  # a line may end between a number and its unit, a paragraph may not
+MEASURED = re.compile(  # whole numbers of bytes are sizes, such as 228 KB, and others are counted
+    rf"(?<![\w.^])(?:{NUMBER}(?={GAP}(?:{UNIT}|[kMGT]?FLOP)(?!\w))|\d+\.\d+(?=(?:x|{GAP}[kMG]B)(?!\w)))"
+)
 TABLE = re.compile(r"^\|.*\n\|[-:| ]+\|\n(?:\|.*\n?)*", re.M)
 CODE = re.compile(r"^```.*?^```$|`[^`\n]+`", re.M | re.S)
 

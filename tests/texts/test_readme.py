@@ -169,6 +169,11 @@ def test_tables_are_narrow():
         assert not line.startswith("|") or line.count("|") <= 9, line  # 8 columns
 
 
+def test_readme_is_for_one_evening():
+    """What goes further than a first reading stands on a page of its lesson."""
+    assert len(README.splitlines()) <= 1100
+
+
 def test_lines_fit():
     """But for those that cannot be broken: tables, their markers, and what a table begins with."""
     for page, text in PAGES.items():

@@ -76,7 +76,7 @@ def test_a_number_that_nothing_holds(checked):
 
 @pytest.mark.parametrize("text, found", [
     ("takes 5 ms, 6.5 us or 7 ns", ["5", "6.5", "7"]),
-    ("gets 3\nTB/s, **40** % and 1.5x", ["3", "40", "1.5x"]),
+    ("gets 3\nTB/s, **40** % and 1.5x, for 8.05 GB and 17 GFLOP", ["3", "40", "1.5", "8.05", "17"]),
     ("1.2 times as fast, lesson 3 times nothing", ["1.2", "3"]),
     ("128 rows of 16 KB, in lesson 8\n\n% is a sign; N5 ms", []),
     ("`sleep 5 ms`", []),
