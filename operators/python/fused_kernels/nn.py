@@ -1,0 +1,336 @@
+"""Networks of the package's operators, as torch.nn.Module: DiffusionNet and its block. Names and shapes in their
+state_dict() are those of github.com/nmwsharp/diffusion-net, so load_state_dict() takes its .pth files, and from the
+same seed the same weights are drawn.
+
+    from fused_kernels.nn import DiffusionNet
+
+    net = DiffusionNet(C_in=16, C_out=8).cuda()
+    mesh = net.mesh(mass, evals, evecs, gradX, gradY)  # once a mesh
+    out = net(x, mesh)  # or, as the original: net(x, mass, L, evals, evecs, gradX, gradY)
+
+Only the spectral method is here. Between the two transforms everything has a row per eigenvector, not per vertex: of
+gradX and gradY only gr = gradX evecs and gi = gradY evecs are needed, (vertices, eigen), and the gradients' weights are
+applied to the spectrum. What computes it:
+
+- torch.bfloat16, on a GPU, where eigen and C_width are multiples of 8, at most 256 and 512: diffusion() and
+  gradient_features(), forward and backward. They read mass, evals and times in bf16, too.
+- torch.float32, on a GPU: product(..., math="tf32x3"), forward and backward. It is about as accurate as PyTorch's
+  product in fp32, which runs on the CUDA cores, while this one runs on tensor cores. An odd number of eigenvectors
+  leaves the gradients to PyTorch's.
+- all else (the CPU, torch.float64, torch.float16, other sizes): PyTorch's products, by the same formulas.
+
+The type is that of the weights, or the one of torch.autocast. Linear layers are torch.nn.Linear everywhere. There are
+gradients of x and of all parameters, but none of the mesh."""
+
+import typing
+
+from ._table import check
+from ._torch import calls, torch
+
+
+def spectral_gradients(gradX, gradY, evecs):
+    """(gradX evecs, gradY evecs), which are dense: what a network reads of the two. Shapes: gradX and gradY (vertices,
+    vertices), sparse or dense, evecs and the results (vertices, eigen); or all have one dimension more, before these,
+    for several meshes. A gradient that is dense and has the shape of evecs is returned as it is. The results have the
+    type of evecs, and are computed in fp32 or a wider one."""
+    check(evecs.dim() in (2, 3), f"evecs has the shape {tuple(evecs.shape)}; it has to have 2 or 3 dimensions")
+    vertices = evecs.shape[-2]
+    wide = torch.promote_types(evecs.dtype, torch.float32)
+
+    def in_spectrum(name, grad):
+        check(grad is not None, f"{name} is missing: the gradient features need gradX and gradY")
+        if grad.layout == torch.strided and grad.shape == evecs.shape:
+            return grad.to(evecs.dtype)
+        check(tuple(grad.shape) == (*evecs.shape[:-1], vertices),
+              f"{name} has the shape {tuple(grad.shape)}; it has to be {(*evecs.shape[:-1], vertices)}, or, in the "
+              f"spectrum, {tuple(evecs.shape)}")
+        grad, basis = grad.to(wide), evecs.to(wide)
+        if grad.dim() == 3:
+            return torch.stack([grad[at] @ each for at, each in enumerate(basis)]).to(evecs.dtype)
+        return (grad @ basis).to(evecs.dtype)
+
+    with torch.no_grad(), torch.autocast(evecs.device.type, enabled=False):
+        return in_spectrum("gradX", gradX), in_spectrum("gradY", gradY)
+
+
+# ---- A mesh as the operators read it, and its products ---------------------------------------------------------------
+
+
+class Mesh(typing.NamedTuple):
+    """What the method mesh() of a network or a block returns, in the network's type. The operators read gr and gi. In
+    fp32, and where there are no operators, these are None, and products read the rest: `basis_t` is evecs^T, and
+    `gradients` the matrix [[gr, -gi], [gi, gr]], which multiplies complex numbers. Its first columns are gr and gi."""
+
+    mass: typing.Any
+    evals: typing.Any
+    evecs: typing.Any
+    gr: typing.Any = None
+    gi: typing.Any = None
+    basis_t: typing.Any = None
+    gradients: typing.Any = None
+    gradients_t: typing.Any = None
+
+
+def _mesh_of(block, mass, evals, evecs, gradX, gradY):
+    """Of tensors in any type."""
+    for name, each in ("mass", mass), ("evals", evals), ("evecs", evecs):
+        check(each is not None, f"{name} is missing: the spectral method needs mass, evals and evecs")
+    check(evecs.dim() in (2, 3), f"evecs has the shape {tuple(evecs.shape)}; it has to have 2 or 3 dimensions")
+    *meshes, vertices, eigen = evecs.shape
+    for name, each, shape in ("mass", mass, (*meshes, vertices)), ("evals", evals, (*meshes, eigen)):
+        check(tuple(each.shape) == shape, f"{name} has the shape {tuple(each.shape)}; it has to be {shape}")
+    if any(each is not None and each.requires_grad for each in (mass, evals, evecs, gradX, gradY)):
+        raise RuntimeError("DiffusionNet has no gradient of mass, evals, evecs, gradX or gradY; call detach() on them")
+    dtype, device = _type_of(block), evecs.device
+    pair = spectral_gradients(gradX, gradY, evecs) if block.with_gradient_features else ()
+    mass, evals, evecs, *pair = (each.to(dtype).contiguous() for each in (mass, evals, evecs, *pair))
+    if _has_operators(dtype, device, eigen, block.C_width):
+        return Mesh(mass, evals, evecs, *pair)
+    basis_t, gradients, gradients_t = evecs.mT.contiguous(), None, None
+    if pair:
+        gr, gi = pair
+        gradients = torch.cat((torch.cat((gr, -gi), -1), torch.cat((gi, gr), -1)), -2)
+        gradients_t = gradients.mT.contiguous()
+    return Mesh(mass, evals, evecs, None, None, basis_t, gradients, gradients_t)
+
+
+def _type_of(block):
+    """In which type a block computes."""
+    weight = block.diffusion.diffusion_time
+    kind = weight.device.type
+    return torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else weight.dtype
+
+
+def _has_operators(dtype, device, eigen, width):
+    return (dtype == torch.bfloat16 and device.type == "cuda" and eigen % 8 == 0 and width % 8 == 0 and eigen <= 256
+            and width <= 512)
+
+
+def _times(matrix, transposed, x):
+    """matrix x, where the matrix is a mesh's own, so that only x has a gradient."""
+    x = x.to(matrix.dtype)
+    # A matrix of the first columns of another one is read where its rows are multiples of 16 bytes apart.
+    if matrix.is_cuda and matrix.dtype == torch.float32 and (matrix.is_contiguous() or matrix.stride(-2) % 4 == 0):
+        return _Times.apply(matrix, transposed, x)
+    return matrix @ x
+
+
+class _Times(torch.autograd.Function):
+    """The library reads no transposed matrix. A mesh's matrix is transposed once, and the gradient is a product of the
+    same kind."""
+
+    @staticmethod
+    def forward(ctx, matrix, transposed, x):
+        ctx.save_for_backward(transposed)
+        return _product(matrix, x)
+
+    @staticmethod
+    def backward(ctx, d):
+        transposed, = ctx.saved_tensors
+        return None, None, _product(transposed, d)
+
+
+def _product(matrix, x):
+    """One product, or one for each mesh."""
+    x = x.contiguous()
+    if x.dim() == 2:
+        return calls["product"](matrix, x, "tf32x3")
+    results = [calls["product"](one, other, "tf32x3") for one, other in zip(_aligned(matrix), _aligned(x))]
+    return torch.stack(results) if len(results) > 1 else results[0].unsqueeze(0)
+
+
+def _aligned(matrices):
+    """The matrices one by one, each of which begins at a multiple of 16 bytes."""
+    is_so = len(matrices) == 1 or matrices.stride(0) % 4 == 0
+    return [each if is_so else each.clone() for each in matrices.unbind()]
+
+
+# ---- The parts of a block --------------------------------------------------------------------------------------------
+
+
+class LearnedTimeDiffusion(torch.nn.Module):
+    """Diffusion with a time for each channel, which is learned."""
+
+    def __init__(self, C_inout, method="spectral"):
+        super().__init__()
+        check(method == "spectral", f"diffusion_method is {method!r}; here it has to be 'spectral'")
+        self.C_inout = C_inout
+        self.diffusion_time = torch.nn.Parameter(torch.zeros(C_inout))
+
+    def forward(self, x, mesh):
+        """(x diffused, its spectrum)."""
+        # The optimizer may have made times negative. As in the original they are set back, and keep their gradient.
+        self.diffusion_time.data.clamp_(min=1e-8)
+        dtype = mesh.evecs.dtype
+        x = x.to(dtype)
+        if mesh.basis_t is None:
+            return calls["diffusion"](x.contiguous(), mesh.evecs, mesh.mass, mesh.evals, self.diffusion_time.to(dtype))
+        wide = torch.promote_types(dtype, torch.float32)
+        damping = torch.exp(-mesh.evals.to(wide).unsqueeze(-1) * self.diffusion_time.to(wide)).to(dtype)
+        spectral = damping * _times(mesh.basis_t, mesh.evecs, mesh.mass.unsqueeze(-1) * x)
+        return _times(mesh.evecs, mesh.basis_t, spectral), spectral
+
+
+class SpatialGradientFeatures(torch.nn.Module):
+    """tanh of the scalar products of each vertex's gradients with combinations of them, which are learned."""
+
+    def __init__(self, C_inout, with_gradient_rotations=True):
+        super().__init__()
+        self.C_inout, self.with_gradient_rotations = C_inout, with_gradient_rotations
+        for name in ("A_re", "A_im") if with_gradient_rotations else ("A",):
+            setattr(self, name, torch.nn.Linear(C_inout, C_inout, bias=False))
+
+    def forward(self, spectral, mesh):
+        """Of the spectrum of what was diffused."""
+        if mesh.gr is not None:
+            return self._by_operators(spectral, mesh)
+        eigen = mesh.evecs.shape[-1]
+        pair = mesh.gradients[..., :eigen], mesh.gradients_t[..., :eigen, :]  # of gr above gi
+        own = _times(*pair, spectral)
+        if self.with_gradient_rotations:
+            weighted = torch.cat((self.A_re(spectral), self.A_im(spectral)), -2)
+            others = _times(mesh.gradients, mesh.gradients_t, weighted)
+        else:
+            others = _times(*pair, self.A(spectral))
+        return torch.tanh((own * others).unflatten(-2, (2, mesh.evecs.shape[-2])).sum(-3))
+
+    def _by_operators(self, spectral, mesh):
+        if self.with_gradient_rotations:
+            weights = [each.weight.to(spectral.dtype) for each in (self.A_re, self.A_im)]
+        else:
+            weight = self.A.weight.to(spectral.dtype)
+            weights = [weight, torch.zeros_like(weight)]
+        features = calls["gradient_features"]
+        if spectral.dim() == 2:
+            return features(spectral, mesh.gr, mesh.gi, *weights)
+        return torch.stack([features(*each, *weights)
+                            for each in zip(spectral.unbind(), mesh.gr.unbind(), mesh.gi.unbind())])
+
+
+class MiniMLP(torch.nn.Sequential):
+    """Linear layers with an activation between each two, and before each but the first a dropout."""
+
+    def __init__(self, layer_sizes, dropout=False, activation=torch.nn.ReLU, name="miniMLP"):
+        super().__init__()
+        for at, sizes in enumerate(zip(layer_sizes, layer_sizes[1:])):
+            if at and dropout:
+                self.add_module(f"{name}_mlp_layer_dropout_{at:03}", torch.nn.Dropout(0.5))
+            self.add_module(f"{name}_mlp_layer_{at:03}", torch.nn.Linear(*sizes))
+            if at + 2 < len(layer_sizes):
+                self.add_module(f"{name}_mlp_act_{at:03}", activation())
+
+
+# ---- The networks ----------------------------------------------------------------------------------------------------
+
+
+class DiffusionNetBlock(torch.nn.Module):
+    """x + MLP(x, x diffused, the gradient features of that). Arguments are the original's."""
+
+    def __init__(self, C_width, mlp_hidden_dims, dropout=True, diffusion_method="spectral",
+                 with_gradient_features=True, with_gradient_rotations=True):
+        super().__init__()
+        self.C_width, self.mlp_hidden_dims, self.dropout = C_width, mlp_hidden_dims, dropout
+        self.with_gradient_features, self.with_gradient_rotations = with_gradient_features, with_gradient_rotations
+        self.diffusion = LearnedTimeDiffusion(C_width, diffusion_method)
+        self.MLP_C = (3 if with_gradient_features else 2) * C_width
+        if with_gradient_features:
+            self.gradient_features = SpatialGradientFeatures(C_width, with_gradient_rotations)
+        self.mlp = MiniMLP([self.MLP_C, *mlp_hidden_dims, C_width], dropout)
+
+    def mesh(self, mass, evals, evecs, gradX=None, gradY=None):
+        """What forward() takes in the place of `mass`, and then it needs none of the others. Shapes: as forward()."""
+        return _mesh_of(self, mass, evals, evecs, gradX, gradY)
+
+    def forward(self, x_in, mass, L=None, evals=None, evecs=None, gradX=None, gradY=None):
+        """Shapes: x_in and the result (vertices, C_width), mass (vertices), evals (eigen), evecs (vertices, eigen),
+        gradX and gradY (vertices, vertices), sparse or dense, or what spectral_gradients() has made of them; or all
+        have one dimension more, before these, for several meshes. `mass` may be what mesh() has returned. L is not
+        read."""
+        mesh = mass if isinstance(mass, Mesh) else self.mesh(mass, evals, evecs, gradX, gradY)
+        _check_operands(x_in, self.C_width, mesh, self)
+        diffused, spectral = self.diffusion(x_in, mesh)
+        parts = [x_in, diffused]
+        if self.with_gradient_features:
+            parts.append(self.gradient_features(spectral, mesh))
+        return self.mlp(torch.cat(parts, -1)) + x_in
+
+
+def _check_operands(x, width, mesh, block):
+    shape, has_gradients = (*mesh.evecs.shape[:-1], width), mesh.gr is not None or mesh.gradients is not None
+    check(tuple(x.shape) == shape, f"x_in has the shape {tuple(x.shape)}; it has to be {shape}")
+    check(x.device == mesh.evecs.device, f"x_in is on {x.device}, but the mesh is on {mesh.evecs.device}")
+    check(mesh.evecs.dtype == _type_of(block),
+          f"the mesh is of {mesh.evecs.dtype}, but the network computes in {_type_of(block)}; make it by mesh() again")
+    check(has_gradients or not block.with_gradient_features,
+          "the mesh has no gradX and gradY, which the gradient features need")
+
+
+CORNERS = {"vertices": 1, "edges": 2, "faces": 3}
+
+
+class DiffusionNet(torch.nn.Module):
+    """A linear layer, blocks, and a linear layer. Arguments are the original's:
+
+    C_in, C_out: channels of what comes in and goes out. C_width: channels between. N_block: how many blocks.
+    mlp_hidden_dims: sizes of hidden layers of each block's MLP; [C_width, C_width] if None. dropout: whether the MLPs
+    have one, of 0.5. outputs_at: "vertices", or "edges" or "faces", whose outputs are means of their corners'.
+    last_activation: a function of the outputs, which have a dimension for meshes there, also if there is one mesh.
+    with_gradient_features, with_gradient_rotations: as DiffusionNetBlock. diffusion_method: "spectral"."""
+
+    def __init__(self, C_in, C_out, C_width=128, N_block=4, last_activation=None, outputs_at="vertices",
+                 mlp_hidden_dims=None, dropout=True, with_gradient_features=True, with_gradient_rotations=True,
+                 diffusion_method="spectral"):
+        super().__init__()
+        check(outputs_at in CORNERS, f"outputs_at is {outputs_at!r}; it has to be {' or '.join(map(repr, CORNERS))}")
+        check(diffusion_method == "spectral", f"diffusion_method is {diffusion_method!r}; here it has to be 'spectral'")
+        check(N_block >= 1, f"N_block is {N_block}; it has to be at least 1")
+        self.C_in, self.C_out, self.C_width, self.N_block = C_in, C_out, C_width, N_block
+        self.last_activation, self.outputs_at, self.dropout = last_activation, outputs_at, dropout
+        self.mlp_hidden_dims = [C_width, C_width] if mlp_hidden_dims is None else mlp_hidden_dims
+        self.with_gradient_features, self.with_gradient_rotations = with_gradient_features, with_gradient_rotations
+        self.first_lin = torch.nn.Linear(C_in, C_width)
+        self.last_lin = torch.nn.Linear(C_width, C_out)
+        for at in range(N_block):
+            self.add_module(f"block_{at}", DiffusionNetBlock(
+                C_width, self.mlp_hidden_dims, dropout, diffusion_method, with_gradient_features,
+                with_gradient_rotations))
+
+    def mesh(self, mass, evals, evecs, gradX=None, gradY=None):
+        """What forward() takes in the place of `mass`, and then it needs none of the others: in the type in which the
+        network computes now, so call it where forward() is called, as to torch.autocast. Shapes: as forward()."""
+        return self.block_0.mesh(mass, evals, evecs, gradX, gradY)
+
+    def forward(self, x_in, mass, L=None, evals=None, evecs=None, gradX=None, gradY=None, edges=None, faces=None):
+        """Shapes: x_in (vertices, C_in); mass, evals, evecs, gradX and gradY as DiffusionNetBlock.forward() has them;
+        edges (edges, 2) and faces (faces, 3), torch.int64, of which one is needed if outputs are there. The result has
+        a row of C_out for each vertex, edge or face. All may have one dimension more, before these, for several meshes.
+        L is not read."""
+        corners = {"edges": edges, "faces": faces}.get(self.outputs_at)
+        check(x_in.dim() in (2, 3) and x_in.shape[-1] == self.C_in,
+              f"x_in has the shape {tuple(x_in.shape)}; it has to be (vertices, {self.C_in}), or that with one "
+              "dimension more before it")
+        check(self.outputs_at == "vertices" or corners is not None,
+              f"{self.outputs_at} is missing: the outputs are there")
+        mesh = mass if isinstance(mass, Mesh) else self.mesh(mass, evals, evecs, gradX, gradY)
+        shape = *mesh.evecs.shape[:-1], self.C_in
+        check(tuple(x_in.shape) == shape, f"x_in has the shape {tuple(x_in.shape)}; it has to be {shape}")
+        x = self.first_lin(x_in)
+        for at in range(self.N_block):
+            x = getattr(self, f"block_{at}")(x, mesh)
+        x = self.last_lin(x)
+        is_single = x.dim() == 2
+        if is_single:
+            x = x.unsqueeze(0)
+        if corners is not None:
+            x = _means(x, corners.unsqueeze(0) if is_single else corners, self.outputs_at)
+        if self.last_activation is not None:
+            x = self.last_activation(x)
+        return x.squeeze(0) if is_single else x
+
+
+def _means(x, corners, name):
+    """Of the rows of x at the corners of each edge or face."""
+    check(corners.dim() == 3 and len(corners) == len(x) and corners.shape[2] == CORNERS[name],
+          f"{name} has the shape {tuple(corners.shape)}; it has to be {(len(x), f'{name}', CORNERS[name])}")
+    rows = x.gather(1, corners.flatten(1).unsqueeze(-1).expand(-1, -1, x.shape[2]))
+    return rows.unflatten(1, (corners.shape[1], CORNERS[name])).mean(2)
