@@ -331,6 +331,7 @@ class DiffusionNet(torch.nn.Module):
 def _means(x, corners, name):
     """Of the rows of x at the corners of each edge or face."""
     check(corners.dim() == 3 and len(corners) == len(x) and corners.shape[2] == CORNERS[name],
-          f"{name} has the shape {tuple(corners.shape)}; it has to be {(len(x), f'{name}', CORNERS[name])}")
+          f"{name} has the shape {tuple(corners.shape)}; each has {CORNERS[name]} vertices, and there are as many meshes "
+          "as of x_in")
     rows = x.gather(1, corners.flatten(1).unsqueeze(-1).expand(-1, -1, x.shape[2]))
     return rows.unflatten(1, (corners.shape[1], CORNERS[name])).mean(2)
