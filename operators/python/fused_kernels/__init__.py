@@ -7,7 +7,7 @@ header's. `python3 -m fused_kernels` tests the library on this machine.
 With PyTorch, 2.6 or newer, it has functions of tensors: product(), gating(), attention(), diffusion(), softmax(),
 cross_entropy(), gradient_features(), clifford() and clifford_connected(); and the gradients of all but the product as
 functions of their own, such as gating_backward(). Each docstring says the formula, the shapes and the
-types. For all of them:
+types. fused_kernels.nn, which is imported by itself, has networks of them. For all functions:
 
 - Tensors are on one CUDA device. The work is put on PyTorch's current stream of that device, and the function
   returns at once. The results and the workspace are new tensors of PyTorch's caching allocator.
