@@ -256,13 +256,17 @@ class DiffusionNetBlock(torch.nn.Module):
 
 
 def _check_operands(x, width, mesh, block):
-    shape, has_gradients = (*mesh.evecs.shape[:-1], width), mesh.gr is not None or mesh.gradients is not None
-    check(tuple(x.shape) == shape, f"x_in has the shape {tuple(x.shape)}; it has to be {shape}")
-    check(x.device == mesh.evecs.device, f"x_in is on {x.device}, but the mesh is on {mesh.evecs.device}")
-    check(mesh.evecs.dtype == _type_of(block),
-          f"the mesh is of {mesh.evecs.dtype}, but the network computes in {_type_of(block)}; make it by mesh() again")
-    check(has_gradients or not block.with_gradient_features,
-          "the mesh has no gradX and gradY, which the gradient features need")
+    """Each forward pass calls this, so no sentence is written where all is right."""
+    shape, dtype = (*mesh.evecs.shape[:-1], width), _type_of(block)
+    if x.shape != shape:
+        raise ValueError(f"x_in has the shape {tuple(x.shape)}; it has to be {shape}")
+    if x.device != mesh.evecs.device:
+        raise ValueError(f"x_in is on {x.device}, but the mesh is on {mesh.evecs.device}")
+    if mesh.evecs.dtype != dtype:
+        raise ValueError(f"the mesh is of {mesh.evecs.dtype}, but the network computes in {dtype}; make it by mesh() "
+                         "again")
+    if block.with_gradient_features and mesh.gr is None and mesh.gradients is None:
+        raise ValueError("the mesh has no gradX and gradY, which the gradient features need")
 
 
 CORNERS = {"vertices": 1, "edges": 2, "faces": 3}
@@ -306,14 +310,13 @@ class DiffusionNet(torch.nn.Module):
         a row of C_out for each vertex, edge or face. All may have one dimension more, before these, for several meshes.
         L is not read."""
         corners = {"edges": edges, "faces": faces}.get(self.outputs_at)
-        check(x_in.dim() in (2, 3) and x_in.shape[-1] == self.C_in,
-              f"x_in has the shape {tuple(x_in.shape)}; it has to be (vertices, {self.C_in}), or that with one "
-              "dimension more before it")
-        check(self.outputs_at == "vertices" or corners is not None,
-              f"{self.outputs_at} is missing: the outputs are there")
+        if x_in.dim() not in (2, 3) or x_in.shape[-1] != self.C_in:
+            raise ValueError(f"x_in has the shape {tuple(x_in.shape)}; it has to be (vertices, {self.C_in}), or that "
+                             "with one dimension more before it")
+        if self.outputs_at != "vertices" and corners is None:
+            raise ValueError(f"{self.outputs_at} is missing: the outputs are there")
         mesh = mass if isinstance(mass, Mesh) else self.mesh(mass, evals, evecs, gradX, gradY)
-        shape = *mesh.evecs.shape[:-1], self.C_in
-        check(tuple(x_in.shape) == shape, f"x_in has the shape {tuple(x_in.shape)}; it has to be {shape}")
+        _check_operands(x_in, self.C_in, mesh, self.block_0)
         x = self.first_lin(x_in)
         for at in range(self.N_block):
             x = getattr(self, f"block_{at}")(x, mesh)
@@ -330,8 +333,8 @@ class DiffusionNet(torch.nn.Module):
 
 def _means(x, corners, name):
     """Of the rows of x at the corners of each edge or face."""
-    check(corners.dim() == 3 and len(corners) == len(x) and corners.shape[2] == CORNERS[name],
-          f"{name} has the shape {tuple(corners.shape)}; each has {CORNERS[name]} vertices, and there are as many meshes "
-          "as of x_in")
+    if corners.dim() != 3 or len(corners) != len(x) or corners.shape[2] != CORNERS[name]:
+        raise ValueError(f"{name} has the shape {tuple(corners.shape)}; each has {CORNERS[name]} vertices, and there "
+                         "are as many meshes as of x_in")
     rows = x.gather(1, corners.flatten(1).unsqueeze(-1).expand(-1, -1, x.shape[2]))
     return rows.unflatten(1, (corners.shape[1], CORNERS[name])).mean(2)

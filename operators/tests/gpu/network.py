@@ -102,7 +102,7 @@ def main():
     parser.add_argument("--json", help="write a record to this file")
     options = parser.parse_args()
     print(f"{torch.cuda.get_device_name()}, PyTorch {torch.__version__}; ms, L2 cache cold, median of {times.SAMPLES}")
-    print(f"{'':68}" + "".join(f"{name:>10}" for name in (*NAMES, "error", "PyTorch's")))
+    print(f"{'':76}" + "".join(f"{name:>10}" for name in (*NAMES, "error", "PyTorch's")))
     problems = []
     for math, dtype in ("fp32", FP32), ("tf32", FP32), ("bf16", BF16):
         for backward in (False, True):
@@ -112,9 +112,9 @@ def main():
                      + ("; with backward" if backward else ""))
             found, errors = measure(options.vertices, dtype, backward)
             shown = (f"{found[name]:10.4f}" if name in found else f"{'':10}" for name in NAMES)
-            print(f"{label:68}" + "".join(shown) + f"{errors['ours']:10.1e}{errors['PyTorch']:10.1e}")
-            problems.append({"name": label, "kernels": [{"name": name, "ms": {"median": time}, "error": errors.get(name)}
-                                                        for name, time in found.items()]})
+            print(f"{label:76}" + "".join(shown) + f"{errors['ours']:10.1e}{errors['PyTorch']:10.1e}")
+            kernels = [{"name": name, "ms": {"median": time}, "error": errors.get(name)} for name, time in found.items()]
+            problems.append({"name": label, "kernels": kernels})
     if options.json:
         cases.write_record(options.json, problems)
 

@@ -28,7 +28,8 @@ def mlp(weights, x, name):
 def block(weights, name, x, mass, evals, evecs, gradX, gradY):
     """Of the weights whose names begin with `name`: with rotations, without, or without gradient features."""
     times = weights[f"{name}.diffusion.diffusion_time"]
-    times.data.clamp_(min=1e-8)
+    with torch.no_grad():
+        times.clamp_(min=1e-8)
     spectral = torch.exp(-evals.unsqueeze(-1) * times) * (evecs.mT @ (mass.unsqueeze(-1) * x))
     diffused = evecs @ spectral
     parts = [x, diffused]

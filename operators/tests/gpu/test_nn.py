@@ -239,7 +239,7 @@ def test_autocast(counted):
 @pytest.mark.parametrize("kind", KINDS)
 def test_meshes_side_by_side(kind, dtype):
     """Also of 641 vertices, whose matrices do not all begin at multiples of 16 bytes."""
-    for vertices, eigen in ((642, EIGEN), (641, 62)):
+    for vertices, eigen in ((642, EIGEN), (641, EIGEN), (641, 62)):
         net = network(2, **KINDS[kind])
         x, d = random(2, vertices, INPUTS, seed=3), random(2, vertices, CLASSES, seed=4)
         each = [[*mesh[:3], *nn.spectral_gradients(mesh[3], mesh[4], mesh[2])]
@@ -396,7 +396,7 @@ def test_compiled(dtype):
         out.backward(d)
         found.append([out, *(each.grad for each in net.parameters())])
     for one, other in zip(*found, strict=True):
-        assert off(other, one.double()) <= (2.0**-16 if dtype == FP32 else 2.0**-4)
+        assert off(other, one.double()) <= (2.0**-16 if dtype == FP32 else 2.0**-2)
 
 
 # ---- Refusals ------------------------------------------------------------------------------------------------------
@@ -427,8 +427,10 @@ def refusals():
         ("dimensions", ValueError, r"x_in has the shape \(642,\)", with_x(lambda x: x[:, 0])),
         ("a batch without meshes", ValueError, r"x_in has the shape \(1, 642, 8\); it has to be \(642, 8\)",
          with_x(lambda x: x.unsqueeze(0))),
-        ("mass", ValueError, r"mass has the shape \(641,\); it has to be \(642,\)", with_mesh(0, lambda mass: mass[:641])),
-        ("evals", ValueError, r"evals has the shape \(63,\); it has to be \(64,\)", with_mesh(1, lambda each: each[:63])),
+        ("mass", ValueError, r"mass has the shape \(641,\); it has to be \(642,\)",
+         with_mesh(0, lambda each: each[:641])),
+        ("evals", ValueError, r"evals has the shape \(63,\); it has to be \(64,\)",
+         with_mesh(1, lambda each: each[:63])),
         ("no evals", ValueError, "evals is missing: the spectral method needs", with_mesh(1, lambda each: None)),
         ("no evecs", ValueError, "evecs is missing: the spectral method needs", with_mesh(2, lambda each: None)),
         ("no gradX", ValueError, "gradX is missing: the gradient features need", with_mesh(3, lambda each: None)),
