@@ -1,5 +1,5 @@
-// The products of product.cu, as steps of other operators: what computes them is many kernels,
-// which the library has once.
+// The products of product.cu and softmax.cu, as steps of other operators: what computes them is
+// many kernels, which the library has once.
 #pragma once
 
 #include <cuda_fp16.h>
@@ -8,6 +8,8 @@
 
 #include "operators/operands.h"
 #include "operators/product/shape.h"
+#include "operators/softmax/logits.cuh"
+#include "operators/softmax/softmax.h"
 
 namespace operators::library {
 
@@ -19,5 +21,16 @@ std::vector<Way> half_product_ways(const Workspace& workspace, const Memory<half
 std::vector<Way> fp32_product_ways(const Workspace& workspace, const Memory<float>& a,
                                    const Memory<float>& b, const Memory<float>& c,
                                    product::ProductShape shape);
+
+/// The way that should be the fastest to compute logits = x W, in fp32 or as accurately: on tensor
+/// cores, where the device has Hopper's, or on CUDA cores. None if the shape is too large.
+std::vector<softmax::LogitsWay> fp32_logits_way(const Workspace& workspace, const Memory<float>& x,
+                                                const Memory<float>& W, const Memory<float>& logits,
+                                                const softmax::SoftmaxShape& shape,
+                                                bool parts_wanted);
+/// Its steps as those of a product c = a b of dense rows; none if it is too large.
+std::vector<Way> fp32_product_steps(const Workspace& workspace, const Memory<float>& a,
+                                    const Memory<float>& b, const Memory<float>& c,
+                                    product::ProductShape shape, product::RowStrides strides);
 
 }  // namespace operators::library

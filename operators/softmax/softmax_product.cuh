@@ -20,7 +20,7 @@
 //                   each other its maximum and sum
 //
 // docs/softmax.md says which of them a shape has, and why. The caller chooses how they multiply
-// (Math in fp32_product.cuh).
+// (product::Math).
 //
 // Each kind but the first can leave logits for the softmax of rows.cuh: that is unfused. Fused is
 // one launch. Half fused is two, but the second one reads each logit once, since a row's maximum
@@ -33,11 +33,11 @@
 #include <string>
 #include <vector>
 
-#include "operators/softmax/cluster.cuh"
 #include "operators/softmax/few.cuh"
+#include "operators/softmax/hopper/cluster.cuh"
+#include "operators/softmax/hopper/narrow.cuh"
+#include "operators/softmax/hopper/plans.cuh"
 #include "operators/softmax/layer.cuh"
-#include "operators/softmax/narrow.cuh"
-#include "operators/softmax/plans.cuh"
 #include "operators/softmax/rows.cuh"
 #include "operators/softmax/tiles.cuh"
 
