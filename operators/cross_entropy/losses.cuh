@@ -4,15 +4,21 @@
 //
 //     log_sums[b] = log(sum of exp(logits[b][c]) over all c)
 //     losses[b] = log_sums[b] - logits[b][labels[b]], or 0 where the label is no class
-//     x (B, D), w (D, C), logits (B, C); labels, losses and log_sums (B)
+//     x (B, D), w (D, C): fp32, fp16 or bf16; logits (B, C); losses and log_sums (B): fp32
+//     labels (B): int64 or int32
+//
+// Logits are fp32 whatever x and w are: as the product adds them up. What a loss needs is the
+// difference of logits, and in bf16 a logit of 20 may be off by 0.06. So the losses are those of
+// logits that nobody has rounded; they take the memory and the time of 2 bytes a logit more.
 #pragma once
 
 #include <cstdint>
 #include <vector>
 
-#include "operators/softmax/layer_gradients.cuh"
+#include "operators/cross_entropy/labels.cuh"
 #include "operators/softmax/logits.cuh"
 #include "operators/softmax/rows.cuh"
+#include "operators/softmax/steps.h"
 #include "primitives/launch.h"
 
 namespace operators::cross_entropy {
@@ -24,11 +30,10 @@ using softmax::block_merge, softmax::kPartColumns, softmax::merge, softmax::warp
 /// relative to the largest logit: where logits are large, fp32 has no digits left for the logarithm
 /// once the maximum has been added to it.
 struct Losses {
-  const int64_t* labels;
+  Labels labels;
   float *losses, *log_sums;
   int classes;
 
-  __device__ bool is_class(int row) const { return labels[row] >= 0 && labels[row] < classes; }
   __device__ static float loss(const MaxSum& row, float logit) {
     return logf(row.sum) - (logit - row.largest);
   }
@@ -42,8 +47,8 @@ __global__ void __launch_bounds__(kLossThreads)
     losses_of_parts(const float* logits, const float2* parts, Losses of, int rows, int count) {
   const int row = (blockIdx.x * kLossThreads + static_cast<int>(threadIdx.x)) / kLanes;
   if (row >= rows) return;
-  const int64_t label = of.labels[row];
-  const bool is_class = of.is_class(row);
+  const int64_t label = of.labels.of(row);
+  const bool is_class = Labels::is_class(label, of.classes);
   const float logit = is_class ? logits[int64_t{row} * of.classes + label] : 0;
   MaxSum part = {minus_infinity(), 0};
   for (int i = threadIdx.x % kLanes; i < count; i += kLanes) {
@@ -56,9 +61,9 @@ __global__ void __launch_bounds__(kLossThreads)
   of.losses[row] = is_class ? Losses::loss(part, logit) : 0;
 }
 
-/// The losses of rows of at most kThreads * kValues logits, each the sum of `slices` partial ones.
-/// A block has a row, and keeps it in registers. It writes the logits: where there is one slice,
-/// what it has read.
+/// The losses of rows of at most kThreads * kValues logits. A block has a row, and keeps it in
+/// registers. If there are several slices, each logit is the sum of so many partial ones, and the
+/// block writes it; else `sliced` are the logits.
 template <int kThreads, int kValues>
 __global__ void __launch_bounds__(kThreads)
     losses_of_slices(const float* sliced, float* logits, Losses of, int slices) {
@@ -85,34 +90,33 @@ __global__ void __launch_bounds__(kThreads)
   for (int i = 0; i < kValues; ++i) row.sum += expf(v[i] - base_of(row.largest));
   row = warp_merge(row);
   if constexpr (kThreads > 32) row = block_merge<kThreads / 32>(row);
-  const int64_t label = of.labels[blockIdx.x];
+  const int64_t label = of.labels.of(blockIdx.x);
 #pragma unroll
   for (int i = 0; i < kValues; ++i) {
     const int c = threadIdx.x + i * kThreads;
-    if (c < of.classes) logits[start + c] = v[i];
+    if (slices > 1 && c < of.classes) logits[start + c] = v[i];
     if (c < of.classes && c == label) of.losses[blockIdx.x] = Losses::loss(row, v[i]);
   }
   if (threadIdx.x != 0) return;
   of.log_sums[blockIdx.x] = row.largest + logf(row.sum);
-  if (!of.is_class(blockIdx.x)) of.losses[blockIdx.x] = 0;
+  if (!Labels::is_class(label, of.classes)) of.losses[blockIdx.x] = 0;
 }
 
 struct CrossEntropy {
-  Memory<int64_t> labels;
+  LabelMemory labels;
   Memory<float> losses, logits, log_sums;
 };
 
 /// The losses, after the product that leaves their logits, as one way.
-inline std::vector<Way> cross_entropy(const Workspace& workspace, const CrossEntropy& of,
-                                      const softmax::SoftmaxShape& shape,
-                                      const softmax::LogitsWay& product) {
+inline Way cross_entropy(const Workspace& workspace, const CrossEntropy& of,
+                         const softmax::SoftmaxShape& shape, const softmax::LogitsWay& product) {
   const int64_t B = shape.rows, C = shape.classes;
   const bool has_parts = product.slices == 1 && product.count > 0, is_long = C > kPartColumns;
   const int count = has_parts ? product.count : static_cast<int>(blocks_for(C, kPartColumns));
   const auto parts = has_parts ? product.parts : workspace.any<float2>(is_long ? B * count : 1);
   const auto launch = [=, slices = product.slices, stream = workspace.stream,
                        sliced = product.slices > 1 ? product.sliced : of.logits] {
-    const Losses result = {of.labels, of.losses, of.log_sums, static_cast<int>(C)};
+    const Losses result = {of.labels.data(), of.losses, of.log_sums, static_cast<int>(C)};
     const auto rows = static_cast<unsigned>(B);
     if (!has_parts && !is_long) {
       constexpr int kThreads = softmax::kSoftmaxThreads;
@@ -134,7 +138,7 @@ inline std::vector<Way> cross_entropy(const Workspace& workspace, const CrossEnt
   };
   const double read = has_parts ? 2.0 * static_cast<double>(B) * count : shape.logits();
   const double moved = softmax::microseconds_to_move(sizeof(float) * read);
-  return {softmax::in_turn(product.way.name, {product.way, {"", moved, launch, 0}})};
+  return softmax::in_turn(product.way.name, {product.way, {"", moved, launch, 0}});
 }
 
 }  // namespace operators::cross_entropy

@@ -9,35 +9,17 @@
 // product is d_x^T = w g^T.
 #pragma once
 
-#include <algorithm>
 #include <functional>
 #include <string>
 #include <vector>
 
-#include "operators/estimate.h"
 #include "operators/operands.h"
 #include "operators/product/shape.h"
 #include "operators/product/transpose.cuh"
 #include "operators/softmax/softmax.h"
+#include "operators/softmax/steps.h"
 
 namespace operators::softmax {
-
-/// The steps of an operator, one after another, as one way.
-inline Way in_turn(const std::string& name, const std::vector<Way>& steps) {
-  Way all = {name, 0,
-             [steps] {
-               for (const Way& step : steps) step.launch();
-             },
-             0};
-  for (const Way& step : steps) {
-    all.microseconds += step.microseconds;
-    all.shared_bytes = std::max(all.shared_bytes, step.shared_bytes);
-  }
-  return all;
-}
-
-/// A launch that does nothing but move so many bytes from or to memory.
-inline double microseconds_to_move(double bytes) { return kNextLaunch + bytes / memory_rate(); }
 
 /// How many elements a row of `cols` is from the next in a matrix of our own. The products in 2
 /// bytes need rows that begin at multiples of 16 bytes; those of fp32 take any.

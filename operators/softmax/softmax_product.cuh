@@ -153,8 +153,8 @@ class SoftmaxProduct {
       if (std::none_of(kind.unfused.begin(), kind.unfused.end(), same)) {
         const auto launch = [product, self = *this] {
           product.launch(self.results(Epilogue::logits));
-          softmax(self.logits_, self.probs_, self.layer_.shape, self.parts_, 1,
-                  self.layer_.workspace.stream);
+          softmax<float>(self.logits_, self.probs_, self.layer_.shape, self.parts_, 1,
+                         self.layer_.workspace.stream);
         };
         kind.unfused.push_back({tiles, unfused_microseconds, launch, product.shared_bytes});
       }

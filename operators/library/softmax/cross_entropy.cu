@@ -11,17 +11,25 @@ namespace {
 using namespace operators::library;
 using namespace operators::cross_entropy;
 
+LabelMemory labels_at(const fk_softmax& of, const Operands& at, int place) {
+  return {at.memory<char>(place, 0), of.label_type == FK_LABEL_INT32};
+}
+
 /// A call's arguments are x, w, labels, losses, logits, log_sums.
 Operator losses(const fk_softmax& of) {
   return [=](const operators::Workspace& workspace, const Operands& at) {
     const int64_t B = of.rows, D = of.inputs, C = of.classes;
-    const CrossEntropy memory = {at.memory<int64_t>(2, B), at.memory<float>(3, B),
+    const CrossEntropy memory = {labels_at(of, at, 2), at.memory<float>(3, B),
                                  at.memory<float>(4, B * C), at.memory<float>(5, B)};
-    const auto product =
-        fp32_logits_way(workspace, at.memory<float>(0, B * D), at.memory<float>(1, D * C),
-                        memory.logits, {B, D, C}, true);
-    if (product.empty()) return std::vector<operators::Way>();
-    return cross_entropy(workspace, memory, {B, D, C}, product[0]);
+    return with_type(of, [&]<typename T>() {
+      std::vector<operators::Way> ways;
+      for (const auto& product :
+           logits_ways(workspace, at.memory<T>(0, B * D), at.memory<T>(1, D * C), memory.logits,
+                       {B, D, C}, true)) {
+        ways.push_back(cross_entropy(workspace, memory, {B, D, C}, product));
+      }
+      return ways;
+    });
   };
 }
 
@@ -29,33 +37,45 @@ Operator losses(const fk_softmax& of) {
 Operator backward(const fk_softmax& of) {
   return [=](const operators::Workspace& workspace, const Operands& at) {
     const int64_t B = of.rows, D = of.inputs, C = of.classes;
-    return cross_entropy_gradients(
-        workspace,
-        {at.memory<float>(0, B), at.memory<float>(1, B * D), at.memory<float>(2, D * C),
-         at.memory<int64_t>(3, B), at.memory<float>(4, B * C), at.memory<float>(5, B),
-         at.memory<float>(6, B * D), at.memory<float>(7, D * C)},
-        {B, D, C}, fp32_product_steps);
+    return with_type(of, [&]<typename T>() {
+      return cross_entropy_gradients<T>(
+          workspace,
+          {at.memory<float>(0, B), at.memory<T>(1, B * D), at.memory<T>(2, D * C),
+           labels_at(of, at, 3), at.memory<float>(4, B * C), at.memory<float>(5, B),
+           at.memory<T>(6, B * D), at.memory<T>(7, D * C)},
+          {B, D, C}, steps_of<T>());
+    });
   };
 }
 
-Argument labels_of(int64_t rows) { return {"labels", static_cast<size_t>(rows) * sizeof(int64_t)}; }
+void check(const fk_softmax& of) {
+  check_layer(of, kMostLayerGradients);
+  if (of.label_type == FK_LABEL_INT64 || of.label_type == FK_LABEL_INT32) return;
+  throw Refusal{FK_BAD_ARGUMENT, "softmax: label_type is " + std::to_string(of.label_type) +
+                                     "; it has to be FK_LABEL_INT64 or FK_LABEL_INT32"};
+}
+
+Argument labels_of(const fk_softmax& of) {
+  const size_t each = of.label_type == FK_LABEL_INT32 ? sizeof(int32_t) : sizeof(int64_t);
+  return {"labels", static_cast<size_t>(of.rows) * each};
+}
 
 Task losses_task(const fk_softmax& of) {
-  check_layer(of, kMostLayerGradients);
+  check(of);
   return {losses(of),
-          {argument("x", of.rows, of.inputs), argument("w", of.inputs, of.classes),
-           labels_of(of.rows), argument("losses", of.rows, 1, true),
-           argument("logits", of.rows, of.classes, true), argument("log_sums", of.rows, 1, true)}};
+          {of_type(of, "x", of.rows, of.inputs), of_type(of, "w", of.inputs, of.classes),
+           labels_of(of), of_fp32("losses", of.rows, 1, true),
+           of_fp32("logits", of.rows, of.classes, true), of_fp32("log_sums", of.rows, 1, true)}};
 }
 
 Task backward_task(const fk_softmax& of) {
-  check_layer(of, kMostLayerGradients);
-  return {
-      backward(of),
-      {argument("d_losses", of.rows, 1), argument("x", of.rows, of.inputs),
-       argument("w", of.inputs, of.classes), labels_of(of.rows),
-       argument("logits", of.rows, of.classes), argument("log_sums", of.rows, 1),
-       argument("d_x", of.rows, of.inputs, true), argument("d_w", of.inputs, of.classes, true)}};
+  check(of);
+  return {backward(of),
+          {of_fp32("d_losses", of.rows, 1), of_type(of, "x", of.rows, of.inputs),
+           of_type(of, "w", of.inputs, of.classes), labels_of(of),
+           of_fp32("logits", of.rows, of.classes), of_fp32("log_sums", of.rows, 1),
+           of_type(of, "d_x", of.rows, of.inputs, true),
+           of_type(of, "d_w", of.inputs, of.classes, true)}};
 }
 
 }  // namespace
