@@ -7,8 +7,8 @@ import struct
 import pytest
 
 from test_library import (BAD_ARGUMENT, BAD_SHAPE, BFLOAT16, BYTES, FLOAT16, FLOAT32, OK, ROUNDING, SIZE, TF32, Call,
-                          call_at_the_same_time, call_in_turn, fused_kernels, in_turn, library, name_of, numbers, packed,
-                          refuse_a_damaged_workspace, refuse_what_is_damaged, run_as_another_gpu)
+                          call_at_the_same_time, call_in_turn, fused_kernels, in_turn, library, name_of, numbers,
+                          packed, refuse_a_damaged_workspace, refuse_what_is_damaged, run_as_another_gpu)
 
 HALVES = (FLOAT16, BFLOAT16)
 INT64, INT32 = fused_kernels.FK_LABEL_INT64, fused_kernels.FK_LABEL_INT32
