@@ -93,7 +93,7 @@ int main(int argc, char** argv) {
   const Workspace no_workspace{[](size_t) { return memory_of<char>(1, 0); },
                                [](size_t) { return memory_of<char>(1, 0); }};
   if (most == 0) {
-    const GatedLayer layer(no_workspace, {none, none, none, none, none, none}, {M, K, H});
+    const GatedLayer<half> layer(no_workspace, {none, none, none, none, none, none}, {M, K, H});
     for (const Way& way : layer.ways()) std::printf("%s\n", way.name.c_str());
     return 0;
   }
@@ -102,8 +102,8 @@ int main(int argc, char** argv) {
   const Memory<half> out = memory_of<half>(static_cast<size_t>(M) * H, 0xff);
   const std::vector<double> expected = layer_of(x, W1, b1, W2, b2);
   std::vector<Way> ways =
-      GatedLayer(workspace(), {x.device, W1.device, b1.device, W2.device, b2.device, out},
-                 {M, K, H})
+      GatedLayer<half>(workspace(), {x.device, W1.device, b1.device, W2.device, b2.device, out},
+                       {M, K, H})
           .ways();
   std::sort(ways.begin(), ways.end(),
             [](const Way& a, const Way& b) { return a.microseconds < b.microseconds; });

@@ -60,6 +60,7 @@ FK_FLOAT16, FK_BFLOAT16, FK_FLOAT32, FK_TF32, FK_TF32X3 = 1, 2, 3, 4, 5  # fk_ty
  FK_GRADIENTS_BACKWARD, FK_CLIFFORD_FORWARD, FK_CLIFFORD_BACKWARD, FK_CLIFFORD_CONNECTED_FORWARD,
  FK_CLIFFORD_CONNECTED_BACKWARD, FK_CROSS_ENTROPY_FORWARD, FK_CROSS_ENTROPY_BACKWARD,
  FK_ATTENTION_BACKWARD) = range(1, 19)  # fk_function
+(FK_GATE_SIGMOID, FK_GATE_SILU, FK_GATE_GELU, FK_GATE_GELU_TANH, FK_GATE_RELU, FK_GATE_NONE) = range(6)  # fk_gate
 
 _INT, _INT64, _SIZE, _POINTER = ctypes.c_int, ctypes.c_int64, ctypes.c_size_t, ctypes.c_void_p
 
@@ -73,7 +74,8 @@ def _struct(name, *fields):
 fk_strides = _struct("fk_strides", (_INT64, "batch row head"))
 fk_product = _struct("fk_product", (_SIZE, "size"), (_INT, "type"),
                      (_INT64, "rows cols depth a_stride b_stride c_stride"))
-fk_gating = _struct("fk_gating", (_SIZE, "size"), (_INT, "type"), (_INT64, "rows inputs hidden x_stride out_stride"))
+fk_gating = _struct("fk_gating", (_SIZE, "size"), (_INT, "type"), (_INT64, "rows inputs hidden x_stride out_stride"),
+                    (_INT, "gate"))
 fk_attention = _struct("fk_attention", (_SIZE, "size"), (_INT, "type causal"),
                        (_INT64, "batch queries keys heads kv_heads width"),
                        (fk_strides, "q_strides k_strides v_strides out_strides"), (ctypes.c_float, "scale"))
