@@ -63,8 +63,8 @@ struct GatesToApply {
   Gate gate;
 };
 
-/// out = gate(s + b1) * (v + b2). A block has 64 columns of its slice, a thread one of them in every
-/// fourth row, so that a warp reads and writes whole lines.
+/// out = gate(s + b1) * (v + b2). A block has 64 columns of its slice, and a thread one of them in
+/// every fourth row, so that a warp reads and writes whole lines.
 __global__ void __launch_bounds__(kGateCols / 2 * kGateRows) apply_gates(const GatesToApply in) {
   const int col = static_cast<int>(blockIdx.x) * kGateCols + static_cast<int>(threadIdx.x);
   if (col >= in.hidden) return;
