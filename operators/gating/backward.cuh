@@ -41,7 +41,7 @@ struct GateGradients {
 /// A thread has two neighbouring columns of every kGateRows-th row of its slice. What `hidden` does
 /// not fill becomes 0: it is a factor, too.
 template <typename T>
-__global__ void __launch_bounds__(kGateCols / 2 * kGateRows)
+__global__ void __launch_bounds__(kGateCols / 2 * kGateRows, 4)
     gate_gradients(const GateGradients<T> in) {
   __shared__ float4 sums[kGateRows][kGateCols / 2];
   const int col = static_cast<int>(blockIdx.x) * kGateCols + 2 * static_cast<int>(threadIdx.x);

@@ -6,9 +6,9 @@ import struct
 
 import pytest
 
-from test_library import (BAD_ARGUMENT, BAD_SHAPE, BAD_ALIGNMENT, BFLOAT16, BYTES, FLOAT16, FLOAT32, GATES, OK, ROUNDING,
-                          TF32, TF32X3, Call, Strides, call_at_the_same_time, call_in_turn, for_each, fused_kernels,
-                          in_turn, library, name_of, near, numbers, packed, refuse_a_damaged_workspace,
+from test_library import (BAD_ARGUMENT, BAD_SHAPE, BAD_ALIGNMENT, BFLOAT16, BYTES, FLOAT16, FLOAT32, GATES, OK,
+                          ROUNDING, TF32, TF32X3, Call, Strides, call_at_the_same_time, call_in_turn, for_each,
+                          fused_kernels, in_turn, library, name_of, near, numbers, packed, refuse_a_damaged_workspace,
                           refuse_what_is_damaged, run_as_another_gpu, strided, unpacked)
 
 HALF, FP32 = 2.0**-11 * 1.01, 2.0**-20
@@ -416,8 +416,9 @@ def test_large_logits(library, options):
 
 IN_TURN = [
     (GatedBackward, [dict(rows=70, inputs=72, hidden=66), dict(rows=3, inputs=8, hidden=8), dict(rows=200)]),
-    *((GatedBackward, [dict(rows=40, inputs=24, hidden=66, type=kind, gate=1), dict(rows=3, inputs=8, hidden=8, type=kind),
-                       dict(rows=60, type=kind, gate=2)]) for kind in (BFLOAT16, TF32X3)),
+    *((GatedBackward, [dict(rows=40, inputs=24, hidden=66, type=kind, gate=1),
+                       dict(rows=3, inputs=8, hidden=8, type=kind), dict(rows=60, type=kind, gate=2)])
+      for kind in (BFLOAT16, TF32X3)),
     *((kind, [dict(rows=70, inputs=40, classes=130), dict(rows=3, inputs=8, classes=5), dict(rows=9, classes=600)])
       for kind in (SoftmaxBackward, CrossEntropyBackward)),
     (AttentionBackward, [dict(keys=150, width=64), dict(queries=1, width=8), dict(queries=70, width=72)]),
