@@ -150,6 +150,16 @@ def test_numbers_of_a_product_of_multivectors_are_no_keys_by_identity(planned, n
     assert planned == [[(3, 0, 0), True], [(3, 0, 0), False], [(2, 0, 0), False]]
 
 
+def test_a_gated_layer_is_planned_for_its_gate_its_math_and_its_biases(planned):
+    """Once for each. What is NULL in C is None."""
+    x = Operand()
+    wanted = [("silu", "fp32", x), ("silu", "tf32", x), ("gelu", "tf32", x), ("gelu", "tf32", None)]
+    for gate, math, bias in wanted * 2:
+        fused_kernels._gating(x, x, x, bias, x, gate, math)
+        fused_kernels._gating_backward(x, x, x, x, x, bias, gate, math)
+    assert planned == [[*([None] if bias is None else []), gate, math] for gate, math, bias in wanted for _ in range(2)]
+
+
 def test_every_entry_point_is_called_with_shapes_in_turn():
     names = {f"fk_{kind.NAME}" for module in ("", "_softmax", "_gradients", "_meshes", "_clifford")
              for kind, _ in importlib.import_module(f"test_library{module}").IN_TURN}

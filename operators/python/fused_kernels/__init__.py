@@ -386,7 +386,7 @@ def _is_traced(*tensors):
 
 def _refuse_tangents(tensors):
     """The library would compute the result without its tangent, and nobody would hear of it."""
-    if any(_forward_ad.unpack_dual(each).tangent is not None for each in tensors):
+    if any(each is not None and _forward_ad.unpack_dual(each).tangent is not None for each in tensors):
         raise RuntimeError("the library has no forward-mode derivatives; take gradients by backward(), or call it on "
                            "tensors without a tangent")
 
@@ -466,101 +466,135 @@ def _product_backward(ctx, d):
     return (d @ b.t() if ctx.needs_input_grad[0] else None, a.t() @ d if ctx.needs_input_grad[1] else None, None)
 
 
-def gating(x, w1, w2, b1, b2):
-    """sigmoid(x w1 + b1) * (x w2 + b2), the gated layer. Shapes: x (rows, inputs), w1 and w2 (inputs, hidden), b1 and
-    b2 (hidden); the result is (rows, hidden) and contiguous. Type: torch.float16 for all; added up in fp32.
+_GATES = {"sigmoid": FK_GATE_SIGMOID, "silu": FK_GATE_SILU, "gelu": FK_GATE_GELU, "gelu_tanh": FK_GATE_GELU_TANH,
+          "relu": FK_GATE_RELU, "none": FK_GATE_NONE}
 
-    Layout: rows of x may be further apart than they are long, a multiple of 16 bytes; weights and biases are
-    contiguous. (The weight of a torch.nn.Linear is (hidden, inputs): keep w.t().contiguous().)
 
-    Gradients: of all five, by gating_backward(), always all together; an incoming gradient that is not contiguous is
-    copied. There are no second derivatives.
+def gating(x, w1, w2, b1=None, b2=None, gate="sigmoid", math="fp32"):
+    """gate(x w1 + b1) * (x w2 + b2), the gated layer. Shapes: x (rows, inputs), w1 and w2 (inputs, hidden), b1 and b2
+    (hidden), each of which may be None, for zeros; the result is (rows, hidden) and contiguous. Type: torch.float16,
+    torch.bfloat16 or torch.float32 for all; added up in fp32.
 
-    Raises a ValueError for shapes, types or layouts that are not these, and a RuntimeError for a GPU below compute
-    capability 8.0. Source: operators/gating; lessons 5 and 6 explain it."""
+    gate: "sigmoid" (GLU), "silu" (SwiGLU), "gelu" (GEGLU, by erf), "gelu_tanh" (the same, by tanh), "relu" (ReGLU) or
+    "none", x w1 + b1 itself. math: how fp32 is multiplied, as product() has it; the 16-bit types take "fp32" alone. In
+    fp32 the layer is two products and a kernel after them, and not fused.
+
+    Layout: rows of x may be further apart than they are long, a multiple of 16 bytes, but with torch.float32 and
+    math="fp32" they are dense; weights and biases are contiguous. (The weight of a torch.nn.Linear is (hidden, inputs):
+    keep w.t().contiguous().)
+
+    Gradients: of all operands, by gating_backward(), always all together; an incoming gradient that is not contiguous
+    is copied. There are no second derivatives.
+
+    Raises a ValueError for shapes, types, layouts, a `gate` or a `math` that are not these, and a RuntimeError for a
+    GPU below compute capability 8.0 (torch.float32 with math="fp32": for none). Source: operators/gating; lessons 5 and
+    6 explain it."""
     if _is_traced(x, w1, w2, b1, b2):
-        return torch.ops.fused_kernels.gating(x, w1, w2, b1, b2)
-    if torch.is_grad_enabled() and (x.requires_grad or w1.requires_grad or w2.requires_grad or b1.requires_grad
-                                    or b2.requires_grad):
-        return _functions["gating"].apply(x, w1, w2, b1, b2)
-    return _gating(x, w1, w2, b1, b2)
+        return torch.ops.fused_kernels.gating(x, w1, w2, b1, b2, gate, math)
+    if torch.is_grad_enabled() and (x.requires_grad or w1.requires_grad or w2.requires_grad
+                                    or b1 is not None and b1.requires_grad or b2 is not None and b2.requires_grad):
+        return _functions["gating"].apply(x, w1, w2, b1, b2, gate, math)
+    return _gating(x, w1, w2, b1, b2, gate, math)
 
 
-def _gating(x, w1, w2, b1, b2):
+def _gating(x, w1, w2, b1=None, b2=None, gate="sigmoid", math="fp32"):
     device = x.get_device()
     if device < 0 or device != _current_device():
-        return _on_device_of("x", x, _gating, x, w1, w2, b1, b2)
+        return _on_device_of("x", x, _gating, x, w1, w2, b1, b2, gate, math)
     key = ("gating", device, x.shape, x.stride(), x.dtype, w1.shape, w1.is_contiguous(), w1.dtype, w2.shape,
-           w2.is_contiguous(), w2.dtype, b1.shape, b1.is_contiguous(), b1.dtype, b2.shape, b2.is_contiguous(), b2.dtype)
-    plan = _plans.get(key) or _remember(key, _plan_gating(x, w1, w2, b1, b2))
+           w2.is_contiguous(), w2.dtype, b1 is None or (b1.shape, b1.is_contiguous(), b1.dtype),
+           b2 is None or (b2.shape, b2.is_contiguous(), b2.dtype), gate, math)
+    plan = _plans.get(key) or _remember(key, _plan_gating(x, w1, w2, b1, b2, gate, math))
     out = _empty(*plan.outputs)
-    _launch(plan, x.data_ptr(), w1.data_ptr(), w2.data_ptr(), b1.data_ptr(), b2.data_ptr(), out.data_ptr())
+    _launch(plan, x.data_ptr(), w1.data_ptr(), w2.data_ptr(), _address_of(b1), _address_of(b2), out.data_ptr())
     return out
 
 
-def _describe_gating(x, w1, w2, b1, b2):
+def _address_of(tensor):
+    return None if tensor is None else tensor.data_ptr()
+
+
+def _describe_gating(x, w1, w2, b1, b2, gate, math):
     """The fk_gating of operands that fit; the result is dense."""
     _check_dimensions("x", x, 2)
     _check_dimensions("w1", w1, 2)
-    kind = _type_of("x", x, float16=FK_FLOAT16)
+    kind = _type_of("x", x, float16=FK_FLOAT16, bfloat16=FK_BFLOAT16, float32=FK_FLOAT32)
+    _check(gate in _GATES, f"gate is {gate!r}; it has to be {' or '.join(map(repr, _GATES))}")
+    _check(math in _MATH, f"math is {math!r}; it has to be {' or '.join(map(repr, _MATH))}")
+    _check(math == "fp32" or kind == FK_FLOAT32, f"math is {math!r}, but x is {x.dtype}; it has to be torch.float32")
     (rows, inputs), hidden = x.shape, w1.shape[1]
     for name, weights in (("w1", w1), ("w2", w2)):
         _check_dense(name, weights, (inputs, hidden), x.dtype)
     for name, bias in (("b1", b1), ("b2", b2)):
-        _check_dense(name, bias, (hidden,), x.dtype)
-    return fk_gating(0, kind, rows, inputs, hidden, _row_stride("x", x), 0)
+        if bias is not None:
+            _check_dense(name, bias, (hidden,), x.dtype)
+    kind = _MATH[math] if kind == FK_FLOAT32 else kind
+    return fk_gating(0, kind, rows, inputs, hidden, _row_stride("x", x), 0, _GATES[gate])
 
 
-def _plan_gating(x, w1, w2, b1, b2):
-    description = _describe_gating(x, w1, w2, b1, b2)
+def _plan_gating(x, w1, w2, b1, b2, gate, math):
+    description = _describe_gating(x, w1, w2, b1, b2, gate, math)
     return _Plan("fk_gating_forward", description, _dense(x.dtype, x.shape[0], w1.shape[1]))
 
 
-def _gating_fake(x, w1, w2, b1, b2):
+def _gating_fake(x, w1, w2, b1=None, b2=None, gate="sigmoid", math="fp32"):
     return x.new_empty((x.shape[0], w1.shape[1]))
 
 
+def _gating_save(ctx, inputs, output):
+    *operands, ctx.gate, ctx.math = inputs
+    ctx.save_for_backward(*operands)
+
+
 def _gating_backward_of(ctx, d_out):
-    return gating_backward(d_out.contiguous(), *ctx.saved_tensors)
+    return *gating_backward(d_out.contiguous(), *ctx.saved_tensors, ctx.gate, ctx.math), None, None
 
 
-def gating_backward(d_out, x, w1, w2, b1, b2):
+def gating_backward(d_out, x, w1, w2, b1=None, b2=None, gate="sigmoid", math="fp32"):
     """(d_x, d_w1, d_w2, d_b1, d_b2), the gradients of gating(). With s = x w1 + b1, v = x w2 + b2, d_s = d_out * v *
-    sigmoid(s) * (1 - sigmoid(s)) and d_v = d_out * sigmoid(s): d_x = d_s w1^T + d_v w2^T, d_w1 = x^T d_s, d_w2 = x^T
-    d_v, and d_b1 and d_b2 are the sums of the rows of d_s and d_v. Shapes: d_out that of the result, each gradient that
-    of what it is the gradient of. x w1, x w2, d_s and d_v are rounded to fp16 in between. Layout: rows of d_out may be
-    apart, as those of x; gradients are contiguous. Type and errors: as gating(). Gradients: none. Source:
-    operators/gating."""
+    the slope of the gate at s, and d_v = d_out * gate(s): d_x = d_s w1^T + d_v w2^T, d_w1 = x^T d_s, d_w2 = x^T d_v,
+    and d_b1 and d_b2 are the sums of the rows of d_s and d_v, or None where the bias is None. Shapes: d_out that of
+    the result, each gradient that of what it is the gradient of. In the 16-bit types x w1, x w2, d_s and d_v are
+    rounded to the type in between. Layout: rows of d_out may be apart, a multiple of 16 bytes; else as gating(), and
+    gradients are contiguous. Type, gate, math and errors: as gating(). Gradients: none. Source: operators/gating."""
     operands = d_out, x, w1, w2, b1, b2
     if _is_traced(*operands):
-        return torch.ops.fused_kernels.gating_backward(*operands)
-    if torch.is_grad_enabled() and any(each.requires_grad for each in operands):
+        *found, d_b1, d_b2 = torch.ops.fused_kernels.gating_backward(*operands, gate, math)
+        return *found, None if b1 is None else d_b1, None if b2 is None else d_b2
+    if torch.is_grad_enabled() and any(each is not None and each.requires_grad for each in operands):
         raise RuntimeError(_NO_BACKWARD["gating_backward"])
-    return _gating_backward(*operands)
+    return _gating_backward(*operands, gate, math)
 
 
-def _gating_backward(d_out, x, w1, w2, b1, b2):
+def _gating_backward(d_out, x, w1, w2, b1, b2, gate, math):
     operands = d_out, x, w1, w2, b1, b2
     device = d_out.get_device()
     if device < 0 or device != _current_device():
-        return _on_device_of("d_out", d_out, _gating_backward, *operands)
-    key = ("gating_backward", device, *[(each.shape, each.stride(), each.dtype) for each in operands])
-    plan = _plans.get(key) or _remember(key, _plan_gating_backward(*operands))
-    results = [_empty(*layout) for layout in plan.outputs]
-    _launch(plan, *[each.data_ptr() for each in operands], *[each.data_ptr() for each in results])
+        return _on_device_of("d_out", d_out, _gating_backward, *operands, gate, math)
+    key = ("gating_backward", device, *[each is None or (each.shape, each.stride(), each.dtype) for each in operands],
+           gate, math)
+    plan = _plans.get(key) or _remember(key, _plan_gating_backward(*operands, gate, math))
+    results = [None if layout is None else _empty(*layout) for layout in plan.outputs]
+    _launch(plan, *map(_address_of, operands), *map(_address_of, results))
     return tuple(results)
 
 
-def _plan_gating_backward(d_out, x, w1, w2, b1, b2):
-    description = _describe_gating(x, w1, w2, b1, b2)
+def _plan_gating_backward(d_out, x, w1, w2, b1, b2, gate, math):
+    description = _describe_gating(x, w1, w2, b1, b2, gate, math)
     _check_operand("d_out", d_out, (x.shape[0], w1.shape[1]), x.dtype)
     description.out_stride = _row_stride("d_out", d_out)
     return _Plan("fk_gating_backward", description,
-                 tuple(_dense(x.dtype, *each.shape) for each in (x, w1, w2, b1, b2)))
+                 tuple(None if each is None else _dense(x.dtype, *each.shape) for each in (x, w1, w2, b1, b2)))
 
 
-def _gating_backward_fake(d_out, x, w1, w2, b1, b2):
-    return tuple(each.new_empty(each.shape) for each in (x, w1, w2, b1, b2))
+def _gating_backward_operator(d_out, x, w1, w2, b1=None, b2=None, gate="sigmoid", math="fp32"):
+    """An operator has no result that is None: it has one without elements."""
+    results = _gating_backward(d_out, x, w1, w2, b1, b2, gate, math)
+    return tuple(x.new_empty(0) if each is None else each for each in results)
+
+
+def _gating_backward_fake(d_out, x, w1, w2, b1=None, b2=None, gate="sigmoid", math="fp32"):
+    return tuple(x.new_empty(0 if each is None else each.shape) for each in (x, w1, w2, b1, b2))
 
 
 def attention(q, k, v, causal=False, scale=None, log_sums=False):
@@ -1297,10 +1331,6 @@ def _plan_clifford_connected_backward(d_out, x, y, w, signature, normed):
                  tuple(_dense(x.dtype, *each.shape) for each in (x, y, w)))
 
 
-def _save_inputs(ctx, inputs, output):
-    ctx.save_for_backward(*inputs)
-
-
 # ---- What PyTorch is told ------------------------------------------------------------------------------------------
 
 _NO_BACKWARD = {
@@ -1350,7 +1380,7 @@ def _register(operators, name, schema, run, fake, save=None, backward=None):
 
 if torch:
     _forward_ad = torch.autograd.forward_ad
-    _PLAIN = {torch.Tensor, torch.nn.Parameter}
+    _PLAIN = {torch.Tensor, torch.nn.Parameter, type(None)}
     _current_device = getattr(torch._C, "_cuda_getDevice", torch.cuda.current_device)
     _current_stream = getattr(torch._C, "_cuda_getCurrentRawStream",
                               lambda device: torch.cuda.current_stream(device).cuda_stream)
@@ -1363,8 +1393,9 @@ if torch:
     _operators = torch.library.Library("fused_kernels", "DEF")
     _register(_operators, "product", "(Tensor a, Tensor b, str math='fp32') -> Tensor", _product, _product_fake,
               _product_save, _product_backward)
-    _register(_operators, "gating", "(Tensor x, Tensor w1, Tensor w2, Tensor b1, Tensor b2) -> Tensor", _gating,
-              _gating_fake, _save_inputs, _gating_backward_of)
+    _register(_operators, "gating", "(Tensor x, Tensor w1, Tensor w2, Tensor? b1=None, Tensor? b2=None, "
+              "str gate='sigmoid', str math='fp32') -> Tensor", _gating, _gating_fake, _gating_save,
+              _gating_backward_of)
     _register(_operators, "attention", "(Tensor q, Tensor k, Tensor v, bool causal=False, float? scale=None, "
               "bool log_sums=False) -> (Tensor, Tensor)", _attention_operator, _attention_fake, _attention_save,
               _attention_backward_of)
@@ -1393,8 +1424,9 @@ if torch:
     _register(_operators, "clifford_connected_backward", "(Tensor d_out, Tensor x, Tensor y, Tensor w, "
               "int[] signature=[3, 0, 0], bool normed=True) -> (Tensor, Tensor, Tensor)", _clifford_connected_backward,
               _clifford_backward_fake)
-    _register(_operators, "gating_backward", "(Tensor d_out, Tensor x, Tensor w1, Tensor w2, Tensor b1, Tensor b2) -> "
-              "(Tensor, Tensor, Tensor, Tensor, Tensor)", _gating_backward, _gating_backward_fake)
+    _register(_operators, "gating_backward", "(Tensor d_out, Tensor x, Tensor w1, Tensor w2, Tensor? b1=None, "
+              "Tensor? b2=None, str gate='sigmoid', str math='fp32') -> (Tensor, Tensor, Tensor, Tensor, Tensor)",
+              _gating_backward_operator, _gating_backward_fake)
     _register(_operators, "softmax_backward", "(Tensor d_probs, Tensor x, Tensor w, Tensor probs) -> (Tensor, Tensor)",
               _softmax_backward, _softmax_backward_fake)
     _register(_operators, "cross_entropy", "(Tensor x, Tensor w, Tensor labels) -> (Tensor, Tensor, Tensor)",
