@@ -61,9 +61,9 @@ __global__ void __launch_bounds__(kGateCols / 2 * kGateRows, 4)
       }
     };
     const float b1[2] = {at(in.b1, 0), at(in.b1, 1)}, b2[2] = {at(in.b2, 0), at(in.b2, 1)};
+    // So many rows at once as the registers of 4 blocks have room for.
     with_gate(in.gate, [&]<Gate kGate>() {
-      constexpr int kAtOnce = kGate == Gate::sigmoid ? 2 : 1;  // what the registers have room for
-#pragma unroll kAtOnce
+#pragma unroll kGate == Gate::sigmoid ? 2 : 1
       for (int64_t row = first + threadIdx.y; row < end; row += kGateRows) {
         const float2 s = two(in.s + row * in.stride), v = two(in.v + row * in.stride);
         T* const to = in.d + row * 2 * in.half_cols + col;
