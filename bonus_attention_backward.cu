@@ -23,9 +23,9 @@
 //     reduce-add           the same, but the copy engine adds dQ to memory
 //     deterministic        the same, in a fixed order: every run has the same bits
 //
-// --causal and --full print one of the two tables. --hard-rows makes the logits of most queries
-// hard: some are as large as 2^17 or 2^18 times the scale, which for a width of 64 is 16384 or
-// 32768.
+// --causal and --full print one of the two tables. --runs 100 launches each kernel so often once
+// more, and says how often dQ has other bits. --hard-rows makes the logits of most queries hard:
+// some are as large as 2^17 or 2^18 times the scale, which for a width of 64 is 16384 or 32768.
 
 #include <algorithm>
 #include <cmath>
@@ -33,6 +33,7 @@
 #include <string>
 #include <vector>
 
+#include "common/numerics.h"
 #include "primitives/approximate.cuh"
 #include "primitives/async_copy.cuh"
 #include "primitives/early_launch.cuh"
@@ -816,6 +817,7 @@ struct Table : AttentionBackwardProblem<T> {
         std::function<void(double)> report)
       : AttentionBackwardProblem<T>(lesson, blas, name, shape, std::move(report),
                                     lesson.flag("--hard-rows")),
+        lesson(lesson),
         row_sums(this->problem.template output<float>(shape.rows())),
         dq_sums(
             this->problem.template output<float>(padded_rows() * static_cast<size_t>(shape.width))),
@@ -880,12 +882,12 @@ struct Table : AttentionBackwardProblem<T> {
     const AttentionShape& of = this->shape;
     const dim3 grid(blocks_for(of.keys, Mma::kKeys), static_cast<unsigned>(of.kv_heads),
                     static_cast<unsigned>(of.batch));
-    this->kernel("tensor cores", Role::ours,
-                 [=, this] {
-                   start<kWidth, false>();
-                   attention_backward_mma<T, kWidth><<<grid, Mma::kThreads, kBytes>>>(operands());
-                   finish_dq();
-                 })
+    row("tensor cores", Role::ours,
+        [=, this] {
+          start<kWidth, false>();
+          attention_backward_mma<T, kWidth><<<grid, Mma::kThreads, kBytes>>>(operands());
+          finish_dq();
+        })
         .needs(80)
         .needs_shared(kBytes);
     add_hopper<kWidth, Adding::by_threads>("warp specialization");
@@ -903,14 +905,40 @@ struct Table : AttentionBackwardProblem<T> {
     const dim3 parts(2 * blocks_for(of.queries, Tile::kQueries), heads, batch);
     const auto kernel = attention_backward_hopper<T, kWidth, kAdding>;
     allow_shared_bytes(kernel, kBytes);
-    this->kernel(name, Role::ours,
-                 [=, this] {
-                   start<kWidth, kAdding == Adding::in_order>();
-                   launch_early(kernel, grid, Tile::kThreads, kBytes, maps<kWidth>(), operands());
-                   launch_early(attention_finish_parts<T, kWidth>, parts, 128, 0, operands());
-                 })
+    row(name, Role::ours,
+        [=, this] {
+          start<kWidth, kAdding == Adding::in_order>();
+          launch_early(kernel, grid, Tile::kThreads, kBytes, maps<kWidth>(), operands());
+          launch_early(attention_finish_parts<T, kWidth>, parts, 128, 0, operands());
+        })
         .hopper_only()
         .needs_shared(kBytes);
+  }
+
+  // A row, of which --runs is told.
+  template <class Launch>
+  Kernel& row(const std::string& name, Role role, Launch launch) const {
+    Kernel& kernel = this->kernel(name, role, launch);
+    if (!lesson.given("--runs")) return kernel;
+    const auto collect = kernel.hooks.collect;
+    const auto said = std::make_shared<bool>(false);  // it is verified twice
+    kernel.hooks.collect = [=, this] {
+      if (!*said) compare_runs(name, launch);
+      *said = true;
+      if (collect) collect();
+    };
+    return kernel;
+  }
+  void compare_runs(const std::string& name, const std::function<void()>& launch) const {
+    const int64_t runs = lesson.option("--runs");
+    const uint64_t first = common::checksum(*this->dQ.storage());
+    int64_t others = 0;
+    for (int64_t i = 0; i < runs; ++i) {
+      launch();
+      others += common::checksum(*this->dQ.storage()) != first;
+    }
+    lesson.note(this->problem.name + ", " + name + ": dQ has other bits in " +
+                std::to_string(others) + " of " + std::to_string(runs) + " more runs.");
   }
 
   template <int kWidth>
@@ -928,6 +956,7 @@ struct Table : AttentionBackwardProblem<T> {
   }
 
  private:
+  Lesson& lesson;
   // Workspace of the table.
   Buffer<float> row_sums, dq_sums;
   Buffer<unsigned> counts;
@@ -941,7 +970,7 @@ void add_table(Lesson& lesson, cublasHandle_t blas, const std::string& type, Att
   const auto table = std::make_shared<Table<T>>(lesson, blas, name, shape, report);
   tables.push_back(table);
   const auto library = std::make_shared<LibraryAttentionBackward<T>>(blas, *table);
-  table->kernel("library", Role::library, [library] { (*library)(); });
+  table->row("library", Role::library, [library] { (*library)(); });
   switch (shape.width) {
     case 64:
       table->template add_lesson_kernels<64>();
@@ -978,7 +1007,8 @@ int main(int argc, char** argv) {
                    {.name = "--batch",
                     .meaning = "0: as many as make 16384 queries",
                     .value = 0,
-                    .cpu = 1}},
+                    .cpu = 1},
+                   {"--runs", "launches of each kernel whose bits of dQ are compared", 0}},
        .flags = {{"--causal", "only the table with the causal mask"},
                  {"--full", "only the table without it"},
                  {"--fp16", "fp16 in place of bf16"},
