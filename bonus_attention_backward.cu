@@ -390,9 +390,9 @@ __global__ void __launch_bounds__(MmaTile<T, kWidth>::kThreads, 2)
 // blocks start. A block draws a number when it starts, and its place comes from the number: the
 // blocks that it waits for have lower numbers. Of all blocks that have drawn one and have not
 // ended, that with the lowest number waits for none, so it ends, and so do all. The numbers go
-// through `abreast` heads side by side, as many as make a block for each multiprocessor: in the
-// order of the keys, and for each tile of keys through these heads. So blocks of a head start a
-// little apart, once the first ones have ended, and as few heads as before share the L2 cache.
+// through some heads, `abreast` of them: first through their first tiles of keys, then through the
+// second ones, and so on. The more heads there are, the further apart the blocks of a head start.
+// But these heads share the L2 cache.
 //
 // The words are those of bonus_attention at *warp specialization*, and these:
 //     Box, LeftTile                 rows of 128 bytes in shared memory, as the copy engine brings
@@ -667,23 +667,30 @@ struct HopperBlock : HopperTile<kWidth> {
       }
     }
   }
-  // A thread that adds a consumer's parts in order. A count has an acquire where it is waited for
-  // and a release where it is raised, which order what threads do; the fence orders what the copy
-  // engine does behind the acquire.
+  // A thread that adds a consumer's parts in order. A count has an acquire where it is read and a
+  // release where it is raised. These order what threads do; the fence orders what the copy engine
+  // does behind the acquire. A look at the next step's count takes as long as a part on its way to
+  // memory: so it is taken meanwhile.
   __device__ void add_in_order(int of_consumer) const {
     const auto& from = shared.parts[of_consumer];
+    const auto before = static_cast<unsigned>(key_tile);
+    bool is_turn = key_tile == 0;
     for (int step = 0; step < steps; ++step) {
       const size_t part = part_of_step(step, of_consumer);
       float* const to = in.dq_sums + part * Tile::kPartFloats;
       const GridCount count(in.counts[1 + part]);
       barrier_wait(&shared.part_full[of_consumer], step % 2);
-      wait_for_count(count, static_cast<unsigned>(key_tile), "the parts of dQ of the keys before");
+      if (!is_turn) wait_for_count(count, before, "the parts of dQ of the keys before");
       global_fence();
       key_tile == 0 ? bulk_store(to, &from[0][0].x, sizeof from)
                     : bulk_add(to, &from[0][0].x, sizeof from);
       tensor_store_commit();
       tensor_store_wait_read<0>();
       barrier_arrive(&shared.part_empty[of_consumer]);
+      if (key_tile > 0 && step + 1 < steps) {
+        const GridCount next(in.counts[1 + part_of_step(step + 1, of_consumer)]);
+        is_turn = next.load(cuda::memory_order_acquire) >= before;
+      }
       tensor_store_wait<0>();
       count.fetch_add(1, cuda::memory_order_release);
     }
@@ -835,6 +842,22 @@ struct Table : AttentionBackwardProblem<T> {
     return static_cast<size_t>(1 + of.batch * of.heads * ceil_div(of.queries, int64_t{64}) * 2);
   }
 
+  // For *deterministic*: as many heads side by side as make a block for each multiprocessor, and
+  // as let two steps pass from the start of one of a head's blocks to that of the next one.
+  template <int kQueries>
+  int abreast() const {
+    const AttentionShape& of = this->shape;
+    const int64_t heads = of.batch * of.kv_heads;
+    if (lesson.given("--abreast")) {
+      return static_cast<int>(std::min(heads, lesson.option("--abreast")));
+    }
+    const int64_t steps = of.group() * ceil_div(of.queries, kQueries);
+    const int64_t most = std::max<int64_t>(1, of.causal ? steps / 2 : steps);
+    const int64_t apart = std::min(2 * ceil_div(of.keys, int64_t{128}), most);
+    return static_cast<int>(std::min(heads, ceil_div(int64_t{2} * multiprocessors(), apart)));
+  }
+
+  template <int kQueries = 64>
   Operands<T> operands() const {
     const AttentionShape& of = this->shape;
     const auto narrow = [](int64_t value) { return static_cast<int>(value); };
@@ -855,7 +878,7 @@ struct Table : AttentionBackwardProblem<T> {
             narrow(of.keys),
             narrow(of.heads),
             narrow(of.group()),
-            ceil_div(multiprocessors(), narrow(ceil_div(of.keys, int64_t{128}))),
+            abreast<kQueries>(),
             of.causal,
             of.scale()};
   }
@@ -908,7 +931,8 @@ struct Table : AttentionBackwardProblem<T> {
     row(name, Role::ours,
         [=, this] {
           start<kWidth, kAdding == Adding::in_order>();
-          launch_early(kernel, grid, Tile::kThreads, kBytes, maps<kWidth>(), operands());
+          launch_early(kernel, grid, Tile::kThreads, kBytes, maps<kWidth>(),
+                       operands<Tile::kQueries>());
           launch_early(attention_finish_parts<T, kWidth>, parts, 128, 0, operands());
         })
         .hopper_only()
@@ -1008,7 +1032,8 @@ int main(int argc, char** argv) {
                     .meaning = "0: as many as make 16384 queries",
                     .value = 0,
                     .cpu = 1},
-                   {"--runs", "launches of each kernel whose bits of dQ are compared", 0}},
+                   {"--runs", "launches of each kernel whose bits of dQ are compared", 0},
+                   {"--abreast", "heads of K and V side by side in *deterministic*", 0}},
        .flags = {{"--causal", "only the table with the causal mask"},
                  {"--full", "only the table without it"},
                  {"--fp16", "fp16 in place of bf16"},
