@@ -386,13 +386,12 @@ __global__ void __launch_bounds__(MmaTile<T, kWidth>::kThreads, 2)
 //
 // The first block does not add but stores. So the sums need not begin as zeros.
 //
-// Nobody waits forever either. A block's place is not blockIdx, as nobody promises in which order
-// blocks start. A block draws a number when it starts, and its place comes from the number: the
-// blocks that it waits for have lower numbers. Of all blocks that have drawn one and have not
-// ended, that with the lowest number waits for none, so it ends, and so do all. The numbers go
-// through some heads, `abreast` of them: first through their first tiles of keys, then through the
-// second ones, and so on. The more heads there are, the further apart the blocks of a head start.
-// But these heads share the L2 cache.
+// Nobody waits forever either. A block waits only for blocks of lower numbers, and GPUs start
+// blocks in the order of their numbers. So all that it waits for have started, and of all blocks
+// that have not ended the one with the lowest number waits for none: it ends, and so do all. The
+// numbers go through some heads, `abreast` of them: first through their first tiles of keys, then
+// through the second ones, and so on. The more heads there are, the further apart the blocks of a
+// head start. But these heads share the L2 cache.
 //
 // The words are those of bonus_attention at *warp specialization*, and these:
 //     Box, LeftTile                 rows of 128 bytes in shared memory, as the copy engine brings
@@ -433,7 +432,6 @@ struct HopperShared : HopperTile<kWidth> {
   float4 parts[2][Tile::kPartFloats / 4 / 128][128];  // of each consumer, for the copy engine
   Pipeline<Stage, Tile::kStages> pipeline;
   Barrier KV_full, part_full[2], part_empty[2];
-  unsigned number;  // the block's, for *deterministic*
 };
 
 // As the copy engine sees them: matrices (S or T, heads * width), one a batch.
@@ -493,22 +491,16 @@ struct HopperBlock : HopperTile<kWidth> {
   __device__ HopperBlock(char* bytes, const HopperMaps& of, const Operands<T>& operands)
       : shared(*reinterpret_cast<Shared*>(bytes)), maps(of), in(operands) {
     if (threadIdx.x == 0) {
-      unsigned number = 0;
-      if constexpr (kInOrder) {
-        wait_for_previous_kernel();  // for the counts, and for D
-        number = atomicAdd(in.counts, 1u);
-        for (int i = 0; i < 2; ++i) {
-          barrier_init(&shared.part_full[i], 4);  // the warps of a consumer
-          barrier_init(&shared.part_empty[i], 1);
-        }
-      }
       prepare(shared.pipeline, 2, 1 + 32);  // the copy engine's bytes, and a warp, fill a stage
       barrier_init(&shared.KV_full, 1);
+      for (int i = 0; kInOrder && i < 2; ++i) {
+        barrier_init(&shared.part_full[i], 4);  // the warps of a consumer
+        barrier_init(&shared.part_empty[i], 1);
+      }
       barrier_init_fence();
-      if constexpr (kInOrder) shared.number = number;
     }
     __syncthreads();
-    if constexpr (kInOrder) take_place(static_cast<int>(shared.number));
+    if constexpr (kInOrder) take_place(static_cast<int>(blockIdx.x));
     key0 = key_tile * Tile::kKeys;
     own_key0 = key0 + 64 * consumer;
     tile0 = in.first_query(key0) / Tile::kQueries;
@@ -558,9 +550,9 @@ struct HopperBlock : HopperTile<kWidth> {
           }
         });
       }
-      // For D, and for the zeros to which consumers add: they come after this by the full barrier.
+      // For D, and for the zeros to which parts are added, or the counts of 0: they come after this by the full barrier.
       // Inputs may be copied before, as attention_row_sums was launched as usual.
-      if (!kInOrder && step == 0) wait_for_previous_kernel();
+      if (step == 0) wait_for_previous_kernel();
       const size_t row = (static_cast<size_t>(batch) * in.heads + head) * in.queries + query0;
 #pragma unroll
       for (int i = lane; i < Tile::kQueries; i += 32) {
@@ -678,7 +670,7 @@ struct HopperBlock : HopperTile<kWidth> {
     for (int step = 0; step < steps; ++step) {
       const size_t part = part_of_step(step, of_consumer);
       float* const to = in.dq_sums + part * Tile::kPartFloats;
-      const GridCount count(in.counts[1 + part]);
+      const GridCount count(in.counts[part]);
       barrier_wait(&shared.part_full[of_consumer], step % 2);
       if (!is_turn) wait_for_count(count, before, "the parts of dQ of the keys before");
       global_fence();
@@ -688,7 +680,7 @@ struct HopperBlock : HopperTile<kWidth> {
       tensor_store_wait_read<0>();
       barrier_arrive(&shared.part_empty[of_consumer]);
       if (key_tile > 0 && step + 1 < steps) {
-        const GridCount next(in.counts[1 + part_of_step(step + 1, of_consumer)]);
+        const GridCount next(in.counts[part_of_step(step + 1, of_consumer)]);
         is_turn = next.load(cuda::memory_order_acquire) >= before;
       }
       tensor_store_wait<0>();
@@ -836,10 +828,10 @@ struct Table : AttentionBackwardProblem<T> {
     return static_cast<size_t>(of.batch * of.heads * ceil_div(of.queries, int64_t{128}) * 128);
   }
 
-  // A count for each part of dQ, of which a tile of 64 queries has two, and one of the blocks.
+  // A count for each part of dQ, of which a tile of 64 queries has two.
   size_t count_of_counts() const {
     const AttentionShape& of = this->shape;
-    return static_cast<size_t>(1 + of.batch * of.heads * ceil_div(of.queries, int64_t{64}) * 2);
+    return static_cast<size_t>(of.batch * of.heads * ceil_div(of.queries, int64_t{64}) * 2);
   }
 
   // For *deterministic*: as many heads side by side as make a block for each multiprocessor, and
@@ -924,7 +916,10 @@ struct Table : AttentionBackwardProblem<T> {
     constexpr int kBytes = sizeof(HopperShared<T, kWidth>);
     const AttentionShape& of = this->shape;
     const auto heads = static_cast<unsigned>(of.heads), batch = static_cast<unsigned>(of.batch);
-    const dim3 grid(blocks_for(of.keys, Tile::kKeys), static_cast<unsigned>(of.kv_heads), batch);
+    const unsigned tiles = blocks_for(of.keys, Tile::kKeys),
+                   kv_heads = static_cast<unsigned>(of.kv_heads);
+    const dim3 grid =
+        kAdding == Adding::in_order ? dim3(tiles * kv_heads * batch) : dim3(tiles, kv_heads, batch);
     const dim3 parts(2 * blocks_for(of.queries, Tile::kQueries), heads, batch);
     const auto kernel = attention_backward_hopper<T, kWidth, kAdding>;
     allow_shared_bytes(kernel, kBytes);
