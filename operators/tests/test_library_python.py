@@ -137,8 +137,15 @@ def test_numbers_are_no_keys_by_identity(planned):
     for causal.value, scale.value in ((0, 0.25), (0, 0.5), (1, 0.5), (0, 0.25)):
         fused_kernels._attention(q, q, q, causal, scale, False)
         fused_kernels._attention_backward(*[q] * 6, causal, scale)
-    assert planned == [each for each in ([False, 0.25], [False, 0.5], [True, 0.5]) for _ in range(2)]
+    assert planned == [each for numbers in ([False, 0.25], [False, 0.5], [True, 0.5])
+                       for each in (numbers, [*numbers, False])]
     assert {type(each) for each in sum(planned, [])} == {bool, float}
+
+
+def test_in_order_is_another_plan(planned):
+    for deterministic in (False, True, 1, 0):
+        fused_kernels._attention_backward(*[Operand()] * 6, False, 0.25, deterministic)
+    assert planned == [[False, 0.25, False], [False, 0.25, True]]
 
 
 @pytest.mark.parametrize("name, operands", [("clifford", 3), ("clifford_backward", 4), ("clifford_connected", 3),

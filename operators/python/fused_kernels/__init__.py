@@ -81,7 +81,7 @@ fk_attention_gradients = _struct(
     "fk_attention_gradients", (_SIZE, "size"), (_INT, "type causal"),
     (_INT64, "batch queries keys heads kv_heads width"),
     (fk_strides, "q_strides k_strides v_strides out_strides d_out_strides d_q_strides d_k_strides d_v_strides"),
-    (ctypes.c_float, "scale"))
+    (ctypes.c_float, "scale"), (_INT64, "deterministic"))
 fk_diffusion = _struct("fk_diffusion", (_SIZE, "size"), (_INT, "type"), (_INT64, "meshes vertices eigen width"))
 fk_softmax = _struct("fk_softmax", (_SIZE, "size"), (_INT, "type"), (_INT64, "rows inputs classes"))
 fk_gradients = _struct("fk_gradients", (_SIZE, "size"), (_INT, "type"), (_INT64, "vertices eigen width"))
@@ -579,8 +579,8 @@ def attention(q, k, v, causal=False, scale=None, log_sums=False):
 
     Gradients: of q, k and v, by attention_backward(), always all three, where width is a multiple of 8, at most 128,
     and strides are multiples of 8. What is not so is refused in the backward pass. log_sums have no gradient. An
-    incoming gradient that does not lie as the result does is copied, if it is not contiguous. There are no second
-    derivatives.
+    incoming gradient that does not lie as the result does is copied, if it is not contiguous. That of q has the same
+    bits in each call only after torch.use_deterministic_algorithms(True). There are no second derivatives.
 
     Raises a ValueError for shapes, types or layouts that are not these, and a RuntimeError for a GPU below compute
     capability 8.0 (fp16: 7.5). Source: operators/attention; the bonus lesson on attention explains it."""
@@ -650,14 +650,17 @@ def _attention_backward_of(ctx, d_out, d_log_sums):
         with torch.no_grad():
             _, log_sums = attention(q, k, v, ctx.causal, ctx.scale, log_sums=True)
     d_out = d_out if d_out.stride() == out.stride() else d_out.contiguous()
-    return *attention_backward(d_out, q, k, v, out, log_sums, ctx.causal, ctx.scale), None, None, None
+    gradients = attention_backward(d_out, q, k, v, out, log_sums, ctx.causal, ctx.scale,
+                                   torch.are_deterministic_algorithms_enabled())
+    return *gradients, None, None, None
 
 
-def attention_backward(d_out, q, k, v, out, log_sums, causal=False, scale=None):
+def attention_backward(d_out, q, k, v, out, log_sums, causal=False, scale=None, deterministic=False):
     """(d_q, d_k, d_v), the gradients of attention(), which has returned out and log_sums. For each head, with P =
     exp(scale q k^T - log_sums), 0 where `causal` hides a key, D = the sum of d_out * out over each row, and dS = P *
     (d_out v^T - D): d_q = scale dS k, d_k = scale dS^T q and d_v = P^T d_out, where d_k and d_v are added up over the
-    heads of q that share one of k and v. d_q is added up in an order that is another one in each call. Shapes: d_out
+    heads of q that share one of k and v. With `deterministic` d_q has the same bits in each call, which takes longer
+    where there are few queries and many keys; else its parts are added up in whatever order they come. Shapes: d_out
     that of out, each gradient that of what it is the gradient of, and its order of dimensions in memory. P and dS are
     rounded to the type in between. width is a multiple of 8, at most 128. Layout: as attention(), with strides that
     are multiples of 8; log_sums are contiguous. Type: as attention(). Errors: as attention(), but of fp16, too, a
@@ -665,26 +668,27 @@ def attention_backward(d_out, q, k, v, out, log_sums, causal=False, scale=None):
     on the gradients of attention explains it."""
     operands = d_out, q, k, v, out, log_sums
     if _is_traced(*operands):
-        return torch.ops.fused_kernels.attention_backward(*operands, causal, scale)
+        return torch.ops.fused_kernels.attention_backward(*operands, causal, scale, deterministic)
     if torch.is_grad_enabled() and any(each.requires_grad for each in operands):
         raise RuntimeError(_NO_BACKWARD["attention_backward"])
-    return _attention_backward(*operands, causal, scale)
+    return _attention_backward(*operands, causal, scale, deterministic)
 
 
-def _attention_backward(d_out, q, k, v, out, log_sums, causal=False, scale=None):
-    causal, scale = bool(causal), None if scale is None else float(scale)
+def _attention_backward(d_out, q, k, v, out, log_sums, causal=False, scale=None, deterministic=False):
+    causal, scale, deterministic = bool(causal), None if scale is None else float(scale), bool(deterministic)
     operands = d_out, q, k, v, out, log_sums
     device = d_out.get_device()
     if device < 0 or device != _current_device():
-        return _on_device_of("d_out", d_out, _attention_backward, *operands, causal, scale)
-    key = ("attention_backward", device, *[(each.shape, each.stride(), each.dtype) for each in operands], causal, scale)
-    plan = _plans.get(key) or _remember(key, _plan_attention_backward(*operands, causal, scale))
+        return _on_device_of("d_out", d_out, _attention_backward, *operands, causal, scale, deterministic)
+    key = ("attention_backward", device, *[(each.shape, each.stride(), each.dtype) for each in operands], causal, scale,
+           deterministic)
+    plan = _plans.get(key) or _remember(key, _plan_attention_backward(*operands, causal, scale, deterministic))
     results = [_empty(*layout) for layout in plan.outputs]
     _launch(plan, *[each.data_ptr() for each in operands], *[each.data_ptr() for each in results])
     return tuple(results)
 
 
-def _plan_attention_backward(d_out, q, k, v, out, log_sums, causal, scale):
+def _plan_attention_backward(d_out, q, k, v, out, log_sums, causal, scale, deterministic):
     _check_dimensions("q", q, 4)
     _check_dimensions("k", k, 4)
     kind = _type_of("q", q, float16=FK_FLOAT16, bfloat16=FK_BFLOAT16)
@@ -699,12 +703,13 @@ def _plan_attention_backward(d_out, q, k, v, out, log_sums, causal, scale):
                                                             ("d_out", d_out))]
     description = fk_attention_gradients(
         0, kind, causal, batch, queries, keys, heads, kv_heads, width, *strides,
-        *(fk_strides(*each.stride()[:3]) for each in results), max(width, 1)**-0.5 if scale is None else scale)
+        *(fk_strides(*each.stride()[:3]) for each in results), max(width, 1)**-0.5 if scale is None else scale,
+        deterministic)
     return _Plan("fk_attention_backward", description,
                  tuple((tuple(each.shape), tuple(each.stride()), each.dtype) for each in results))
 
 
-def _attention_backward_fake(d_out, q, k, v, out, log_sums, causal=False, scale=None):
+def _attention_backward_fake(d_out, q, k, v, out, log_sums, causal=False, scale=None, deterministic=False):
     return tuple(torch.empty_like(each) for each in (q, k, v))
 
 
@@ -1367,7 +1372,8 @@ if torch:
               "bool log_sums=False) -> (Tensor, Tensor)", _attention_operator, _attention_fake, _attention_save,
               _attention_backward_of)
     _register(_operators, "attention_backward", "(Tensor d_out, Tensor q, Tensor k, Tensor v, Tensor out, "
-              "Tensor log_sums, bool causal=False, float? scale=None) -> (Tensor, Tensor, Tensor)",
+              "Tensor log_sums, bool causal=False, float? scale=None, bool deterministic=False) -> "
+              "(Tensor, Tensor, Tensor)",
               _attention_backward, _attention_backward_fake)
     _register(_operators, "diffusion", "(Tensor x, Tensor basis, Tensor mass, Tensor evalues, Tensor times) -> "
               "(Tensor, Tensor)", _diffusion, _diffusion_fake, _diffusion_save, _diffusion_backward_of)
