@@ -550,8 +550,9 @@ struct HopperBlock : HopperTile<kWidth> {
           }
         });
       }
-      // For D, and for the zeros to which parts are added, or the counts of 0: they come after this by the full barrier.
-      // Inputs may be copied before, as attention_row_sums was launched as usual.
+      // For D, and for the zeros to which parts are added, or the counts: whoever uses them comes
+      // after this by the full barrier. Inputs may be copied before, as attention_row_sums was
+      // launched as usual.
       if (step == 0) wait_for_previous_kernel();
       const size_t row = (static_cast<size_t>(batch) * in.heads + head) * in.queries + query0;
 #pragma unroll
