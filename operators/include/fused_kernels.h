@@ -218,7 +218,8 @@ typedef struct fk_attention_gradients {
   int64_t batch, queries, keys, heads, kv_heads, width;
   fk_strides q_strides, k_strides, v_strides, out_strides;
   fk_strides d_out_strides, d_q_strides, d_k_strides, d_v_strides;
-  float scale; /* of the logits, as forward had it */
+  float scale;           /* of the logits, as forward had it */
+  int64_t deterministic; /* 1: d_q has the same bits in each call; 0: perhaps not */
 } fk_attention_gradients;
 
 /* How many bytes of workspace fk_attention_backward() needs on the current device.
@@ -233,8 +234,10 @@ FK_API int fk_attention_backward_workspace(const fk_attention_gradients* attenti
  * where it lies. width is a multiple of 8, at most 128, and strides are multiples of 8. batch *
  * heads * queries, with queries rounded up to a multiple of 128, is at most 2^30; other sizes,
  * scale and type: as forward. P and dS are rounded to the type before they are multiplied, so that
- * in fp16 no dS may be beyond its range; all is added up in fp32. d_q is added up in an order that
- * is another one in each call, so its last bits can differ. A log_sum beyond 2^10 is off by up to
+ * in fp16 no dS may be beyond its range; all is added up in fp32. The parts of d_q of blocks of
+ * keys are added up in whatever order they come, so its last bits can differ from call to call, or,
+ * with deterministic, in the order of the keys: that takes longer where there are few queries and
+ * many keys. A log_sum beyond 2^10 is off by up to
  * 2^-14 and more in fp32, and so is, relative to its size, each P of its query. A NaN or an
  * infinity in a row that causal hides can make gradients NaN. Alignment: each pointer to 16 bytes.
  * Written: d_q, d_k and d_v, which must not overlap an operand. Device: compute capability 8.0 and

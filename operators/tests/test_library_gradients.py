@@ -190,11 +190,12 @@ class AttentionBackward(Backward):
     NAMES = ("d_out", "q", "k", "v", "out", "log_sums", *WRITTEN)
 
     def __init__(self, library, batch=1, queries=20, keys=30, heads=2, kv_heads=1, width=16, causal=0, type=FLOAT16,
-                 layout="dense", seed=0):
+                 layout="dense", deterministic=0, seed=0):
         """layout: "dense"; "heads first", (batch, heads, rows, width); or "apart", with gaps between rows and heads."""
         self.layout, far = layout, width + 8 * (layout == "apart")
         of = self.description = self.Description(
-            ctypes.sizeof(self.Description), type, causal, batch, queries, keys, heads, kv_heads, width, scale=0.5)
+            ctypes.sizeof(self.Description), type, causal, batch, queries, keys, heads, kv_heads, width, scale=0.5,
+            deterministic=deterministic)
         self.by, self.rows, operands = {}, {}, {}
         for i, name in enumerate((*self.OF_QUERIES, *self.OF_KEYS)):
             rows, of_heads = (queries, heads) if name in self.OF_QUERIES else (keys, kv_heads)
@@ -302,6 +303,11 @@ ATTENTION = [
     (AttentionBackward, dict(batch=2, queries=9, keys=33, heads=4, kv_heads=2, width=24, causal=1, layout="apart")),
     (AttentionBackward, dict(batch=2, queries=5, keys=9, heads=2, kv_heads=2, width=104, layout="apart",
                              type=BFLOAT16)),
+    # In order: several tiles of both, heads that alternate, queries without a key, more sequences than come abreast.
+    (AttentionBackward, dict(queries=70, keys=140, heads=1, width=64, type=BFLOAT16, deterministic=1)),
+    (AttentionBackward, dict(queries=150, keys=66, heads=2, width=8, causal=1, deterministic=1)),
+    (AttentionBackward, dict(batch=2, queries=70, keys=150, heads=2, width=72, causal=1, layout="heads first",
+                             deterministic=1)),
 ]
 # In each type, of each gate; rows that are aligned and not, or apart; without biases or their gradients.
 GATED = [
@@ -446,13 +452,16 @@ IN_TURN = [
     *((kind, [dict(rows=70, inputs=40, classes=130, type=BFLOAT16), dict(rows=3, inputs=8, classes=5, type=BFLOAT16),
               dict(rows=9, classes=300)]) for kind in (SoftmaxBackward, CrossEntropyBackward)),
     (AttentionBackward, [dict(keys=150, width=64), dict(queries=1, width=8), dict(queries=70, width=72)]),
+    (AttentionBackward, [dict(keys=400, heads=1, width=64, deterministic=1), dict(width=8, deterministic=1),
+                         dict(queries=70, keys=150, width=72, deterministic=1)]),
 ]
 
 
 @in_turn(IN_TURN)
 def test_shapes_in_turn(library, kind, options):
-    """(Where attention has several tiles of keys it adds in another order in each call.)"""
-    call_in_turn(library, kind, options, same_bits=kind is not AttentionBackward)
+    """(Where attention has several tiles of keys it adds in another order in each call, unless it is asked not to.)"""
+    in_order = all(each.get("deterministic") for each in options)
+    call_in_turn(library, kind, options, same_bits=kind is not AttentionBackward or in_order)
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -488,6 +497,7 @@ WRONG = {
         *((dict(width=value), BAD_SHAPE) for value in (0, -1, 12, 129, 136, 256)),
         *((dict(scale=value), BAD_ARGUMENT) for value in (0, -1, math.inf, math.nan)),
         (dict(causal=2), BAD_ARGUMENT), (dict(type=FLOAT32), BAD_ARGUMENT),
+        *((dict(deterministic=value), BAD_ARGUMENT) for value in (-1, 2, 1 << 32)),
         (dict(d_out_strides=Strides(640, 32, 8)), BAD_SHAPE), (dict(k_strides=Strides(0, -16, 0)), BAD_SHAPE),
         (dict(d_v_strides=Strides(0, 1 << 40, 0)), BAD_SHAPE), (dict(d_q_strides=Strides(0, 16, 16)), BAD_SHAPE),
         *((dict([(f"{name}_strides", Strides(0, 36, 16))]), BAD_ALIGNMENT) for name in AttentionBackward.NAMES

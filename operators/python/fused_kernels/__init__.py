@@ -113,8 +113,8 @@ def attention(q, k, v, causal=False, scale=None, log_sums=False):
 
     Gradients: of q, k and v, by attention_backward(), always all three, where width is a multiple of 8, at most 128,
     and strides are multiples of 8. What is not so is refused in the backward pass. log_sums have no gradient. An
-    incoming gradient that does not lie as the result does is copied, if it is not contiguous. There are no second
-    derivatives.
+    incoming gradient that does not lie as the result does is copied, if it is not contiguous. That of q has the same
+    bits in each call only after torch.use_deterministic_algorithms(True). There are no second derivatives.
 
     Raises a ValueError for shapes, types or layouts that are not these, and a RuntimeError for a GPU below compute
     capability 8.0 (fp16: 7.5). Source: operators/attention; the bonus lesson on attention explains it."""
@@ -123,17 +123,18 @@ def attention(q, k, v, causal=False, scale=None, log_sums=False):
     return (out, sums) if log_sums else out
 
 
-def attention_backward(d_out, q, k, v, out, log_sums, causal=False, scale=None):
+def attention_backward(d_out, q, k, v, out, log_sums, causal=False, scale=None, deterministic=False):
     """(d_q, d_k, d_v), the gradients of attention(), which has returned out and log_sums. For each head, with P =
     exp(scale q k^T - log_sums), 0 where `causal` hides a key, D = the sum of d_out * out over each row, and dS = P *
     (d_out v^T - D): d_q = scale dS k, d_k = scale dS^T q and d_v = P^T d_out, where d_k and d_v are added up over the
-    heads of q that share one of k and v. d_q is added up in an order that is another one in each call. Shapes: d_out
+    heads of q that share one of k and v. With `deterministic` d_q has the same bits in each call, which takes longer
+    where there are few queries and many keys; else its parts are added up in whatever order they come. Shapes: d_out
     that of out, each gradient that of what it is the gradient of, and its order of dimensions in memory. P and dS are
     rounded to the type in between. width is a multiple of 8, at most 128. Layout: as attention(), with strides that
     are multiples of 8; log_sums are contiguous. Type: as attention(). Errors: as attention(), but of fp16, too, a
     RuntimeError for a GPU below compute capability 8.0. Gradients: none. Source: operators/attention; the bonus lesson
     on the gradients of attention explains it."""
-    return calls["attention_backward"](d_out, q, k, v, out, log_sums, causal, scale)
+    return calls["attention_backward"](d_out, q, k, v, out, log_sums, causal, scale, deterministic)
 
 
 def diffusion(x, basis, mass, evalues, times):

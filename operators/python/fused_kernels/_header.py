@@ -35,7 +35,7 @@ fk_attention_gradients = _struct(
     "fk_attention_gradients", (SIZE, "size"), (INT, "type causal"),
     (INT64, "batch queries keys heads kv_heads width"),
     (fk_strides, "q_strides k_strides v_strides out_strides d_out_strides d_q_strides d_k_strides d_v_strides"),
-    (ctypes.c_float, "scale"))
+    (ctypes.c_float, "scale"), (INT64, "deterministic"))
 fk_diffusion = _struct("fk_diffusion", (SIZE, "size"), (INT, "type"), (INT64, "meshes vertices eigen width"))
 fk_softmax = _struct("fk_softmax", (SIZE, "size"), (INT, "type"), (INT64, "rows inputs classes"), (INT, "label_type"))
 fk_gradients = _struct("fk_gradients", (SIZE, "size"), (INT, "type"), (INT64, "vertices eigen width"))

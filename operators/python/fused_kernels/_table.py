@@ -305,7 +305,7 @@ OPERATORS = {each.name: each for each in (
     gradients_of(ATTENTION, "fk_attention_backward", "d_out q k v out log_sums", "d_q d_k d_v", "attention",
                  struct=fk_attention_gradients, like=dict(d_q="q", d_k="k", d_v="v"),
                  strides={each: f"{each}_strides" for each in "q k v out d_out d_q d_k d_v".split()},
-                 numbers=dict(list(ATTENTION.numbers.items())[:2])),
+                 numbers=dict(list(ATTENTION.numbers.items())[:2]) | dict(deterministic=("bool", False))),
     DIFFUSION,
     gradients_of(DIFFUSION, "fk_diffusion_backward", "d_out d_spectral basis mass evalues times spectral",
                  "d_x d_times", "the diffusion", first="d_out basis mass evalues times"),
