@@ -35,6 +35,7 @@ struct Argument {
   const char* name;
   size_t bytes;
   bool written = false;
+  bool absent = false;  ///< its pointer has to be NULL, as the description says
 };
 
 /// A size of a description, and the most that it may be.

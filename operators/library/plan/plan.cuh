@@ -197,6 +197,13 @@ inline void check_last(std::span<const Given> arguments, int device) {
   check_place(last, device);
 }
 
+/// Refuses an argument that the description says is not there.
+inline void refuse_given(const char* name, const void* pointer) {
+  if (!pointer) return;
+  throw Refusal{FK_BAD_ARGUMENT,
+                std::string(name) + " is given; by the description it has to be NULL"};
+}
+
 [[noreturn]] inline void refuse_shape() {
   throw Refusal{FK_BAD_SHAPE, "this device has no way to compute this shape"};
 }
@@ -225,9 +232,14 @@ class Plan {
     primitives::check(cudaPeekAtLastError(), "an earlier call, before this one");
     Given all[kMostOperands + 1];
     known_allocations.are_of(key_.context());
-    size_t count = 0;
+    size_t count = 0, place = 0;
     for (const Argument& each : task_.arguments) {
-      all[count] = {each.name, pointers[count], each.bytes, each.written};
+      const void* const pointer = pointers[place++];
+      if (each.absent) {
+        refuse_given(each.name, pointer);
+        continue;
+      }
+      all[count] = {each.name, pointer, each.bytes, each.written};
       check_last({all, ++count}, key_.device());
     }
     if (bytes < needed_) {
