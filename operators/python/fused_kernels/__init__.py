@@ -85,7 +85,8 @@ fk_attention_gradients = _struct(
 fk_diffusion = _struct("fk_diffusion", (_SIZE, "size"), (_INT, "type"), (_INT64, "meshes vertices eigen width"))
 fk_softmax = _struct("fk_softmax", (_SIZE, "size"), (_INT, "type"), (_INT64, "rows inputs classes"))
 fk_gradients = _struct("fk_gradients", (_SIZE, "size"), (_INT, "type"), (_INT64, "vertices eigen width"))
-fk_clifford = _struct("fk_clifford", (_SIZE, "size"), (_INT, "type p q r normed"), (_INT64, "batch features"))
+fk_clifford = _struct("fk_clifford", (_SIZE, "size"), (_INT, "type p q r normed"), (_INT64, "batch features"),
+                      (_INT, "gate unweighted weight_type"))
 STRUCTS = {each.__name__: each for each in
            (fk_strides, fk_product, fk_gating, fk_attention, fk_attention_gradients, fk_diffusion, fk_softmax,
             fk_gradients, fk_clifford)}
