@@ -12,6 +12,8 @@ from test_library import (BAD_ARGUMENT, BAD_SHAPE, BFLOAT16, BYTES, FLOAT16, FLO
                           call_at_the_same_time, call_in_turn, for_each, fused_kernels, in_turn, library, near, numbers,
                           packed, refuse_a_damaged_workspace, refuse_what_is_damaged, run_as_another_gpu)
 
+from fused_kernels import geometric
+
 FP32 = 2.0**-18  # fp32's own errors, of the size of the terms
 EPSILON = 1e-6
 
@@ -469,6 +471,29 @@ def test_two_threads_with_two_streams_call_at_the_same_time(library, kind):
 @pytest.mark.parametrize("signature", fused_kernels.TRIPLES, ids=str)
 def test_triples(signature):
     assert fused_kernels.TRIPLES[signature] == Algebra(*signature).triples
+
+
+@pytest.mark.parametrize("signature", EVERY_SIGNATURE, ids=str)
+def test_triples_of_every_signature(signature):
+    """As geometric_product() takes weights for them."""
+    terms, grade = Algebra(*signature).terms, Algebra(*signature).grade
+    expected = sorted({(grade[i], grade[k], grade[j]) for i, j, k, _, _ in terms})
+    assert [*geometric.triples(signature)] == expected and len(expected) == Algebra(*signature).triples
+
+
+def test_orders_of_blades():
+    """Written out; and back and forth nothing changes."""
+    assert geometric.blades(3, "bits") == ((), (0,), (1,), (0, 1), (2,), (0, 2), (1, 2), (0, 1, 2))
+    assert geometric.blades(4, "shortlex")[5:11] == ((0, 1), (0, 2), (0, 3), (1, 2), (1, 3), (2, 3))
+    assert geometric.blades(4, "grade")[5:11] == ((0, 1), (0, 2), (1, 2), (0, 3), (1, 3), (2, 3))
+    for vectors, order in itertools.product(range(1, 6), geometric.ORDERS):
+        there, back = geometric.permutations(vectors, order)
+        assert (there is None) == (back is None) == (
+            order == "grade" or vectors < 3 or (vectors == 3 and order == "shortlex"))
+        if there:
+            of_library = [geometric.blades(vectors, order)[at] for at in there]
+            assert of_library == [*geometric.blades(vectors)]
+            assert [of_library[at] for at in back] == [*geometric.blades(vectors, order)]
 
 
 WRONG = [
