@@ -313,10 +313,16 @@ __device__ void store_pair(half* C, int row, int col, int n, float left, float r
 //     +-----+-----+    (With .trans: two elements of column l / 4, one below the other.)
 //
 // mma_m16n8k16<half>(s, a, b0, b1) is one mma.sync: s += a b, where b is in the registers b0 and
-// b1. Of A, the four matrices of an ldmatrix are the left factor of one mma.sync, 16 x 16. Of B,
-// they are 16 of k and 16 columns, but the right factor of one product has only 8 columns. So
-// matrices 0 and 1 are the right factor of one product, and matrices 2 and 3 are that of the next.
-// The right factor of product j is in registers 2 * (j % 2) and 2 * (j % 2) + 1 of b[j / 2].
+// b1. Of A, the four matrices of an ldmatrix are one left factor. Of B they are two right factors,
+// since a right factor has only 8 columns (docs/pictures/ldmatrix.svg):
+//
+//     A: a[i]           B: b[j / 2], if j is even     if j is odd
+//
+//     +---+---+         +---+                         +---+
+//     | 0 | 2 |         | 0 | b0 = b[j / 2][0]        | 2 | b0 = b[j / 2][2]
+//     +---+---+         +---+                         +---+
+//     | 1 | 3 |         | 1 | b1 = b[j / 2][1]        | 3 | b1 = b[j / 2][3]
+//     +---+---+         +---+                         +---+
 //
 // kWidth is how many elements a copy moves. It is 8, which are 16 bytes, if n is a multiple of 8.
 // It is 2 for other even n. For odd n it is 1, and elements are copied through registers.

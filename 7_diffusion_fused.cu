@@ -161,9 +161,9 @@ __device__ unsigned neighbours(const bf16* at) {
 //     a[2]   eigenvector lane / 4        vertices v + 8 and v + 9
 //     a[3]   eigenvector lane / 4 + 8    vertices v + 8 and v + 9
 //
-// So a[0] and a[1] take one pair of masses, `low` below, and a[2] and a[3] another one, `high`. One
-// instruction multiplies a register by its pair. It rounds to bf16 once, as a kernel that computes
-// mass * x does.
+// So a[0] and a[1] take one pair of masses, `low` below, and a[2] and a[3] another one, `high`
+// (docs/pictures/mass.svg). One instruction multiplies a register by its pair. It rounds to bf16
+// once, as a kernel that computes mass * x does.
 template <Pass kPass, typename Tile, bool kBatch>
 __global__ void __launch_bounds__(Tile::kThreads, Tile::kBlocks)
     project_slices(Operands in, float* sums) {

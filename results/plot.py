@@ -4,6 +4,7 @@
 
     ladder.svg                 lessons 1 to 3 and the library: TFLOP/s over N, and the limits
     roofline.svg               every lesson's kernels under the roofs of the device
+    roofline.dots.svg          six of them, with their names
     <lesson>.svg               TFLOP/s of each kernel over the size, where there are several; attention's over S
     <lesson>.fused.svg         the fused kernel beside the unfused forms, the library, and peers
     <lesson>.shapes.svg        our last kernel's rate against the best library's, over the size
@@ -93,6 +94,16 @@ FUSED = {
 # other dims are in the figure, and which kernels.
 OVER = {"bonus_attention": ("S", {"d": 128}, ("library", "cuDNN", "tensor cores", "warp specialization",
                                                "ping-pong", "tile scheduler"))}
+# The dots with names under the roofline: record, problem, kernel; its name, whether that stands to the right of a
+# point or to the left, and where this point is from the dot, in points.
+DOTS = [
+    ("5_gating_unfused", "the six steps", "t2 = t1 + b1", "lesson 5: one step, a bias is added", "right", (15, -14)),
+    ("5_gating_unfused", "layer", "six kernels", "lesson 5: a layer in six kernels", "right", (-125, -26)),
+    ("6_gating_fused", "layer", "warp specialization", "lesson 6: the layer in one kernel", "left", (-15, 8)),
+    ("1_matmul_basic", "square", "coalesced", "lesson 1: coalesced", "right", (15, 0)),
+    ("2_matmul_sharedmem", "square", "stream-K", "lesson 2: stream-K", "right", (15, -12)),
+    ("3_matmul_tensorcore", "square", "rasterization", "lesson 3: rasterization", "right", (-75, -22)),
+]
 # What a figure is about, by its lesson: what stands before the device's name.
 TITLES = {
     "3_matmul_tensorcore": "N x N product in fp16, lesson 3",
@@ -253,6 +264,31 @@ def draw_ladder(folder):
     return svg_of(figure)
 
 
+def draw_roofs(axes, peaks, memory):
+    """The axes, the slope of the memory (TB/s), and a flat for each of the peaks {type: TFLOP/s}."""
+    left, right = 0.1, 10000
+    axes.set_xscale("log")
+    rate_axis(axes)
+    axes.xaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:g}"))
+    axes.xaxis.set_minor_formatter(NullFormatter())
+    axes.set_xlim(left, right)
+    axes.set_ylim(0.03, 2.5 * max(peaks.values()))
+    top = max(peaks.values())
+    axes.plot([left, top / memory, right], [left * memory, top, top], color="black")
+    names = {round(rate): [] for rate in peaks.values()}  # those of fp16 and bf16 differ in a last digit
+    for dtype in sorted(peaks, reverse=True):
+        names[round(peaks[dtype])].append(dtype)
+    for rate, dtypes in names.items():
+        axes.plot([rate / memory, right], [rate, rate], color="black", linewidth=1.5)
+        tensor = "" if dtypes == ["fp32"] else " on tensor cores"
+        axes.text(rate / memory * 0.85, rate * 1.02, f"{', '.join(dtypes)}{tensor}: {rate:.0f}",
+                  fontsize=15, ha="right", va="center")
+    axes.text(left * 1.3, left * 1.7 * memory, f"memory: {memory:.2g} TB/s", fontsize=15,
+              rotation=38, rotation_mode="anchor")
+    axes.set_xlabel("operations per least possible byte")
+    axes.set_ylabel("TFLOP/s")
+
+
 def draw_roofline(folder):
     """A kernel is a dot at (operations per least possible byte, TFLOP/s); the fastest of a problem is a large one. Of
     a lesson those of its problems with the fewest and with the most operations have the lesson's number, too."""
@@ -277,25 +313,7 @@ def draw_roofline(folder):
                 key = (number, round(place[0], 1), problem["dtype"])
                 if ours and kernel["tflops"] > best.get(key, (0, 0, 0))[1]:
                     best[key] = (*place, problem["flops"])
-    left, right = 0.1, 10000
-    axes.set_xscale("log")
-    rate_axis(axes)
-    axes.xaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:g}"))
-    axes.xaxis.set_minor_formatter(NullFormatter())
-    axes.set_xlim(left, right)
-    axes.set_ylim(0.03, 2.5 * max(peaks.values()))
-    top = max(peaks.values())
-    axes.plot([left, top / memory, right], [left * memory, top, top], color="black")
-    names = {round(rate): [] for rate in peaks.values()}  # those of fp16 and bf16 differ in a last digit
-    for dtype in sorted(peaks, reverse=True):
-        names[round(peaks[dtype])].append(dtype)
-    for rate, dtypes in names.items():
-        axes.plot([rate / memory, right], [rate, rate], color="black", linewidth=1.5)
-        tensor = "" if dtypes == ["fp32"] else " on tensor cores"
-        axes.text(rate / memory * 0.85, rate * 1.02, f"{', '.join(dtypes)}{tensor}: {rate:.0f}",
-                  fontsize=15, ha="right", va="center")
-    axes.text(left * 1.3, left * 1.7 * memory, f"memory: {memory:.2g} TB/s", fontsize=15,
-              rotation=38, rotation_mode="anchor")
+    draw_roofs(axes, peaks, memory)
     for role, color, name in (
         ("ours", SKY, "our kernels"),
         ("baseline", GREY, "unfused, or simple"),
@@ -312,13 +330,35 @@ def draw_roofline(folder):
             of_lesson.setdefault(number, []).append((flops, x, y))
     numbered = {(*find(dots, key=lambda dot: dot[0])[1:], number)
                 for number, dots in of_lesson.items() for find in (min, max)}
-    axes.set_xlabel("operations per least possible byte")
-    axes.set_ylabel("TFLOP/s")
     axes.set_title(f"Every kernel under its roof: {runs[0]['device']['name']}", loc="left")
     axes.legend(fontsize=14, loc="upper center", bbox_to_anchor=(0.5, -0.12), ncol=4,
                 columnspacing=1, handletextpad=0.2)
     figure.tight_layout()
     number_dots(axes, sorted(numbered, key=lambda dot: (dot[2], dot)))
+    return svg_of(figure)
+
+
+def draw_dots(folder):
+    """The kernels of DOTS under the roofs of fp32 and fp16, each with its name; nothing if one is not recorded."""
+    runs, dots = {}, []
+    for lesson, problem, kernel, said, side, offset in DOTS:
+        if not (folder / f"{lesson}.json").exists():
+            return None
+        runs[lesson] = load(folder / f"{lesson}.json")
+        rows = [row for each in runs[lesson]["problems"] if each["name"] == problem
+                for row in each["kernels"] if row["name"] == kernel]
+        if not rows:
+            return None
+        dots.append((rows[0]["tflops"] / rows[0]["gbps"] * 1e3, rows[0]["tflops"], said, side, offset))
+    peaks, memory = roofs_of(list(runs.values()))
+    figure, axes = plt.subplots(figsize=(13, 6.6))
+    draw_roofs(axes, {dtype: rate for dtype, rate in peaks.items() if dtype in ("fp32", "fp16")}, memory)
+    for x, y, said, side, offset in dots:
+        axes.scatter([x], [y], s=160, color=GREY if said.startswith("lesson 5") else VERMILLION, zorder=4)
+        axes.annotate(said, (x, y), xytext=offset, textcoords="offset points", fontsize=17, va="center",
+                      ha="left" if side == "right" else "right")
+    axes.set_title(f"Six kernels under their roofs: {runs['1_matmul_basic']['device']['name']}", loc="left")
+    figure.tight_layout()
     return svg_of(figure)
 
 
@@ -709,7 +749,7 @@ def draw_gpus(folder):
 
 def draw_all(folder):
     """{path: SVG text} of everything that the records of one GPU are enough for."""
-    plots = {"ladder": (draw_ladder, folder), "roofline": (draw_roofline, folder),
+    plots = {"ladder": (draw_ladder, folder), "roofline": (draw_roofline, folder), "roofline.dots": (draw_dots, folder),
              "bonus_diffusion_gpus": (draw_gpus, folder)}
     for lesson in ("3_matmul_tensorcore", "7_diffusion_fused", "8_spatial_gradients", *OVER):
         plots[lesson] = (draw_sizes, folder, lesson)

@@ -1,33 +1,41 @@
-"""Puts the recorded numbers into README.md, the pages under docs/ and slides/talk.md, between their markers.
+"""Puts the recorded numbers into README.md, the pages under docs/ and slides/talk.md.
 
     results/update_readme.py [--check]
 
+Tables stand between markers, which are lines of their own:
+
     <!-- table RECORD PROBLEM -->...<!-- end -->          a recorded table, a row per kernel, in 8 columns
     <!-- full RECORD PROBLEM -->...<!-- end -->           the same with all columns
-    <!-- rows (a line each:) RECORD PROBLEM: KERNEL -->...<!-- end -->  one kernel of each problem
+    <!-- rows (a line each:) RECORD PROBLEM: KERNEL | KERNEL -->...<!-- end -->  some kernels of each problem
     <!-- sizes TITLE | TITLE (a line each:) RECORD PROBLEM: KERNEL | KERNEL -->...<!-- end -->  times of
                                                           the same kernels, a row per problem
     <!-- output RECORD PROBLEM -->...<!-- end -->         the same in the look of the lesson's output
-    <!-- value RECORD PROBLEM: KERNEL | FIELD -->...<!-- end -->   a number of a kernel (see FIELDS)
-    <!-- value RECORD PROBLEM | FIELD -->...<!-- end -->   a number of a problem
-    <!-- ratio RECORD PROBLEM: FAST | SLOW -->...<!-- end -->   how many times as fast FAST is
-    <!-- cross RECORD PROBLEM: SLOW | RECORD PROBLEM: FAST -->...<!-- end -->   the same, across records
-    <!-- formula RECORD PROBLEM: KERNEL | FORMULA -->...<!-- end -->   one number, in four digits
-    <!-- formula RECORD PROBLEM | FORMULA | FORMAT -->...<!-- end -->   or in this format: .1f
-    <!-- count RECORD | CONDITION -->...<!-- end -->     how many problems of the record it holds for
-    <!-- repeated GPU | NUMBER | FORMAT -->...<!-- end --> how much times of two runs differ (see repeated)
     <!-- points (a line each:) RECORD PROBLEM: KERNEL -->...<!-- end -->  these under the roofline
     <!-- peers RECORD [RECORD ...] -->...<!-- end -->   ours beside the peers, a row per problem;
     <!-- peers (a line each:) RECORD: PROBLEM, PROBLEM -->...<!-- end -->  only of these
     <!-- operations RECORD -->...<!-- end -->             what count_clifford.py counted
     <!-- counted RECORD -->...<!-- end -->                what the CPU backend or a profiler counted
+    <!-- python RECORD -->...<!-- end -->                 what operators/tests/gpu/times.py recorded
+    <!-- choice RECORD -->...<!-- end -->                 what operators/tests/gpu/choice.py recorded
+
+A number inside a sentence has no marker. sentences.txt finds it by the words around it (see sentences.py), and says
+which number it is:
+
+    value RECORD PROBLEM: KERNEL | FIELD          a number of a kernel (see FIELDS)
+    value RECORD PROBLEM | FIELD                  a number of a problem
+    ratio RECORD PROBLEM: FAST | SLOW             how many times as fast FAST is, or ... | FORMAT
+    cross RECORD PROBLEM: SLOW | RECORD PROBLEM: FAST   the same, across records
+    formula RECORD PROBLEM: KERNEL | FORMULA      one number, in four digits
+    formula RECORD PROBLEM | FORMULA | FORMAT     or in this format: .1f
+    count RECORD | CONDITION                      how many problems of the record it holds for
+    repeated GPU | NUMBER | FORMAT                how much times of two runs differ (see repeated)
 
 RECORD is a path below results/ without .json. FORMULA is arithmetic in Python on the problem's dims,
 flops, min_bytes and limit_ms, on `device` (device.sms), and on the kernel's ms (the median), p10 and
 p90 (of its times), tflops, gbps, percent_of_limit, clock_mhz and steps: 2 * (K + H) * M / 1e9.
-CONDITION is the same on ms and way, of each kernel by its name: ms["a"] < ms["b"], "x" in way["a"]. In a
-table, where | ends a cell, write ; for it. With --check nothing is written, and the exit code says
-whether both agree with the records: 1 if not, 2 if a marker cannot be filled in.
+CONDITION is the same on ms and way, of each kernel by its name: ms["a"] < ms["b"], "x" in way["a"].
+With --check nothing is written, and the exit code says whether all agree with the records: 1 if not, or if a number
+looks measured and sentences.txt does not have it; 2 if a marker or an entry of sentences.txt cannot be filled in.
 """
 import argparse
 import math
@@ -37,14 +45,15 @@ import statistics
 import sys
 from types import SimpleNamespace
 
+import sentences
 from record import DAMAGED, Mistake, load, saying_mistakes, what_lacks, write_whole
 
 ROOT = pathlib.Path(__file__).resolve().parent.parent
-KINDS = "table|full|rows|sizes|output|value|ratio|cross|formula|count|repeated|points|peers|operations|counted|python|choice"
+KINDS = "table|full|rows|sizes|output|points|peers|operations|counted|python|choice"
 MARKER = re.compile(
-    rf"(?P<open><!-- (?P<kind>{KINDS})\s(?P<what>.+?) -->)"
-    r".*?(?P<close><!-- end -->)",
-    re.DOTALL,
+    rf"(?P<open>^<!-- (?P<kind>{KINDS})\s(?P<what>.+?) -->)$"
+    r".*?(?P<close>^<!-- end -->)$",
+    re.DOTALL | re.MULTILINE,
 )
 FIELDS = {  # of (run, problem), or of (run, problem, kernel)
     "TB/s of the device": lambda run, problem: run["device"]["peak_bytes_per_second"] * 1e-12,
@@ -109,8 +118,8 @@ def kernel_of(problem, name):
 
 
 def value(what):
-    """The number that a value's marker asks for, in three digits: 0.398, 71.3, 1070."""
-    place, field = re.split(" [|;] ", what)
+    """The number that a value's source asks for, in three digits: 0.398, 71.3, 1070."""
+    place, field = what.split(" | ")
     place, _, kernel = place.partition(": ")
     run, problem = problem_of(place)
     rows = [kernel_of(problem, kernel)] if kernel else []
@@ -404,15 +413,16 @@ def table(run, problem, full=False):
 
 
 def rows(what):
-    """A table of the kernels that `what` lists, each of another problem."""
+    """A table of the kernels that `what` lists, of one problem or of several."""
     lines = ["| kernel | ms | TFLOP/s | GB/s | limit, ms | % of limit | error |", "|---" + "|--:" * 6 + "|"]
     for target in what.split("\n"):
-        place, name = target.strip().split(": ")
+        place, names = target.strip().split(": ")
         run, problem = problem_of(place)
-        kernel = kernel_of(problem, name)
-        numbers = (kernel["ms"]["median"], kernel["tflops"], kernel["gbps"], problem["limit_ms"])
-        cells = [name, *map(number, numbers), f"{kernel['percent_of_limit']:.1f}", f"{kernel['error']:.1e}"]
-        lines.append("| " + " | ".join(cells) + " |")
+        for name in names.split(" | "):
+            kernel = kernel_of(problem, name)
+            numbers = (kernel["ms"]["median"], kernel["tflops"], kernel["gbps"], problem["limit_ms"])
+            cells = [name, *map(number, numbers), f"{kernel['percent_of_limit']:.1f}", f"{kernel['error']:.1e}"]
+            lines.append("| " + " | ".join(cells) + " |")
     dims = ", ".join(f"{name} = {extent}" for name, extent in problem["dims"].items())
     lines[:0] = [f"{run['device']['name']}, {dims}. {how(run, problem)}", ""]
     return "\n" + "\n".join(lines) + "\n"
@@ -468,8 +478,8 @@ def choice_table(what):
 
 
 def formula(what):
-    """What a formula marker asks for, as text."""
-    target, arithmetic, *form = re.split(" [|;] ", what)
+    """What a formula asks for, as text."""
+    target, arithmetic, *form = what.split(" | ")
     target, *kernel = target.split(": ")
     run, problem = problem_of(target)
     names = {"device": SimpleNamespace(**run["device"]), **problem["dims"]}
@@ -483,7 +493,7 @@ def formula(what):
 
 
 def count(what):
-    """The number of problems for which a count marker's condition holds, as text."""
+    """The number of problems for which a condition holds, as text."""
     record, condition = what.split(" | ")
     problems = record_named(record)["problems"]
     held = 0
@@ -533,80 +543,104 @@ def points(what):
     return "\n" + "\n".join(lines) + "\n"
 
 
+def times_as_fast(slow, fast, form=".2f"):
+    """How many times as fast FAST is as SLOW, both "RECORD PROBLEM: KERNEL", in this format."""
+    ms = []
+    for side in (slow, fast):
+        problem, kernel = side.split(": ")
+        ms.append(kernel_of(problem_of(problem)[1], kernel)["ms"]["median"])
+    return format(ms[0] / ms[1], form)
+
+
+def ratio(what):
+    problem, kernels = what.split(": ")
+    fast, slow, *form = kernels.split(" | ")
+    return times_as_fast(f"{problem}: {slow}", f"{problem}: {fast}", *form)
+
+
+def cross(what):
+    return times_as_fast(*what.split(" | "))
+
+
+TABLES = {
+    "table": lambda what: table(*problem_of(what)),
+    "full": lambda what: table(*problem_of(what), full=True),
+    "output": lambda what: output(*problem_of(what)),
+    "rows": rows, "sizes": sizes, "points": points, "peers": peers_table, "python": python_table,
+    "choice": choice_table, "counted": counts_table, "operations": operations_table,
+}
+NUMBERS = {"value": value, "ratio": ratio, "cross": cross, "formula": formula, "count": count, "repeated": repeated}
+
+
 def render(match):
-    kind, what = match["kind"], match["what"]
-    if kind == "table":
-        text = table(*problem_of(what))
-    elif kind == "full":
-        text = table(*problem_of(what), full=True)
-    elif kind == "rows":
-        text = rows(what)
-    elif kind == "sizes":
-        text = sizes(what)
-    elif kind == "output":
-        text = output(*problem_of(what))
-    elif kind == "value":
-        text = value(what)
-    elif kind == "formula":
-        text = formula(what)
-    elif kind == "count":
-        text = count(what)
-    elif kind == "repeated":
-        text = repeated(what)
-    elif kind == "points":
-        text = points(what)
-    elif kind == "peers":
-        text = peers_table(what)
-    elif kind == "python":
-        text = python_table(what)
-    elif kind == "choice":
-        text = choice_table(what)
-    elif kind == "counted":
-        text = counts_table(match["what"])
-    elif kind == "operations":
-        text = operations_table(what)
-    else:
-        if kind == "ratio":
-            problem, kernels = what.split(": ")
-            fast, slow = ((problem, kernel) for kernel in kernels.split(" | "))
-        else:
-            slow, fast = (side.split(": ") for side in what.split(" | "))
-        ms = [
-            kernel_of(problem_of(problem)[1], kernel)["ms"]["median"]
-            for problem, kernel in (slow, fast)
-        ]
-        text = f"{ms[0] / ms[1]:.2f}"
-    return match["open"] + text + match["close"]
+    return match["open"] + TABLES[match["kind"]](match["what"]) + match["close"]
 
 
-def page_of(path):
+def saying_what_lacks(function, *arguments):
+    """function(*arguments); where a record lacks something, or its name is wrong, a Mistake says what."""
+    try:
+        return function(*arguments)
+    except (NameError, SyntaxError, *DAMAGED) as error:
+        raise Mistake(what_lacks(error)) from error
+
+
+def number_of(source):
+    """The number of a line in sentences.txt, as text: "ratio RECORD PROBLEM: FAST | SLOW"."""
+    kind, _, what = source.partition(" ")
+    if kind not in NUMBERS:
+        raise Mistake(f'there is no kind of number "{kind}"')
+    return saying_what_lacks(NUMBERS[kind], what)
+
+
+def pages():
+    """All pages that have numbers of records, those of CONTRIBUTING.md aside, which has none."""
+    paths = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md")), ROOT / "slides" / "talk.md"]
+    return {path.relative_to(ROOT).as_posix(): path for path in paths if path.exists()}
+
+
+def entries_of_pages():
+    """What sentences.txt has for each page."""
+    of_page = {page: [] for page in pages()}
+    for entry in sentences.entries((ROOT / "results" / "sentences.txt").read_text()):
+        if entry.page not in of_page:
+            raise entry.says("there is no such page")
+        of_page[entry.page].append(entry)
+    return of_page
+
+
+def page_of(page, entries):
     """A page as it is, and as the records want it."""
-    old = path.read_text()
+    old = pages()[page].read_text()
 
     def filled(marker):
         try:
-            return render(marker)
-        except (Mistake, NameError, SyntaxError, *DAMAGED) as error:
+            return saying_what_lacks(render, marker)
+        except Mistake as error:
             line = old.count("\n", 0, marker.start()) + 1
-            why = error if isinstance(error, Mistake) else what_lacks(error)
-            raise Mistake(f"{path.relative_to(ROOT)}, line {line}, cannot be filled in: {why}") from error
+            raise Mistake(f"{page}, line {line}, cannot be filled in: {error}") from error
 
-    return old, MARKER.sub(filled, old)
+    return old, MARKER.sub(filled, sentences.filled(old, MARKER, entries, number_of))
 
 
 def main():
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--check", action="store_true", help="write nothing, compare")
     check = parser.parse_args().check
-    pages = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md")), ROOT / "slides" / "talk.md"]
-    texts = {path: page_of(path) for path in pages if path.exists()}
-    wrong = [path for path, (old, new) in texts.items() if old != new]
+    of_page = entries_of_pages()
+    texts = {page: page_of(page, entries) for page, entries in of_page.items()}
+    wrong = [page for page, (old, new) in texts.items() if old != new]
     if check:
-        if wrong:
-            print("not what the records give:", *(path.relative_to(ROOT) for path in wrong), file=sys.stderr)
-        return bool(wrong)
-    for path in wrong:
-        write_whole(path, texts[path][1])
+        for page in wrong:
+            old, new = (text.splitlines() for text in texts[page])
+            number = next(number for number, (a, b) in enumerate(zip(old, new), 1) if a != b)
+            print(f"{page}, line {number}, is not what the records give: {new[number - 1]}", file=sys.stderr)
+        loose = [(page, *place) for page, entries in of_page.items()
+                 for place in sentences.unheld(texts[page][0], MARKER, entries)]
+        for page, line, words in loose:
+            print(f"{page}, line {line}: results/sentences.txt does not say what this number is: {words}", file=sys.stderr)
+        return bool(wrong or loose)
+    for page in wrong:
+        write_whole(pages()[page], texts[page][1])
     return 0
 
 

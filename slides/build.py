@@ -12,7 +12,7 @@ talk.md is Markdown for Marp, and four things more:
     ::: notes ... :::                 the speaker's notes, which every slide needs
 
 FROM, or IN, occurs on one line of FILE, and what is looked for after it on one line from there to the
-end of the function; otherwise nothing is built. What results/update_readme.py writes between its markers stays, the markers go.
+end of the function; otherwise nothing is built. What results/update_readme.py writes stays, its markers go.
 What is to be recorded shows as that.
 """
 import argparse
@@ -125,7 +125,7 @@ def expand_slide(page, folder):
 
 def plain(text):
     """Without the markers of recorded numbers."""
-    return re.sub(r"<!-- (?:(?:table|output|value|ratio|cross|formula) .+?|end) -->", "", text)
+    return re.sub(r"<!-- (?:(?:table|output) .+?|end) -->", "", text)
 
 
 def theme():

@@ -405,9 +405,299 @@ def turns():
     return picture
 
 
+def lanes_of(matrices):
+    """What lane 5 gets of matrices of 8 x 8 that ldmatrix transposes: [(row, column)] of all of them, if each begins
+    at (row, column). PTX ISA, ldmatrix: column lane / 4, rows 2 (lane % 4) and the next one."""
+    return {(row + 2 * (5 % 4) + i, col + 5 // 4) for row, col in matrices for i in range(2)}
+
+
+def grid_of(picture, left, top, cell, rows, cols, color, marked):
+    """Cells, of which color(row, col) says the colour; those that are marked stand out."""
+    for row in range(rows):
+        for col in range(cols):
+            fill = RUST if (row, col) in marked else color(row, col)
+            picture.box(left + col * cell, top + row * cell, cell - 2, cell - 2, fill, None, "", 2)
+
+
+def ldmatrix():
+    """One ldmatrix of B, transposed: four matrices of 8 x 8 become the right factors of two products."""
+    picture = Picture("One ldmatrix loads the right factors of two products", 1120, 500, 16)
+    cell, left, top = 16, 112, 100
+    first, second = (0, 0), (8, 0)
+    marked = lanes_of((first, second, (0, 8), (8, 8)))
+    picture.text(20, 30, "1. in shared memory: 16 rows of the tile of B", bold=True)
+    picture.text(20, 52, "a row is one k; a lane gives the address of half a row", ink=SOFT)
+    for half in range(2):
+        picture.text(left + half * 8 * cell + 64, 88, f"columns {8 * half} to {8 * half + 7}", "middle", SOFT, 15)
+        picture.text(left - 12, top + half * 128 + 58, "lanes", "end")
+        picture.text(left - 12, top + half * 128 + 78, ("0 to 7", "8 to 15")[half], "end")
+        picture.text(left + 268, top + half * 128 + 58, "lanes")
+        picture.text(left + 268, top + half * 128 + 78, ("16 to 23", "24 to 31")[half])
+    grid_of(picture, left, top, cell, 16, 16, lambda row, col: SKY if col < 8 else SAND, marked)
+    for number, (row, col) in enumerate((first, second, (0, 8), (8, 8))):
+        picture.box(left + (col + 4.5) * cell, top + (row + 4.5) * cell, 42, 42, "#fff", SOFT, str(number), 21, None, 20, True)
+    said = ("Matrices 0 to 3 have 8 x 8 elements each.", "Brown: what lane 5 gets of them.")
+    picture.lines(20, 396, said)
+
+    picture.text(484, 30, "2. in registers of lane 5", bold=True)
+    picture.text(484, 52, "two elements in each", ink=SOFT)
+    for number in range(4):
+        y = top + 10 + number * 62
+        k, col = 8 * (number % 2) + 2, 8 * (number // 2) + 1
+        picture.box(484, y, 200, 48, SKY if number < 2 else SAND, RUST, f"b[{number}]: k = {k} and {k + 1},\ncolumn {col}", 6, size=16)
+    picture.line("M456 228H480")
+    picture.line("M690 228H752")
+
+    picture.text(770, 30, "3. two right factors, 16 x 8", bold=True)
+    picture.text(770, 52, "one for each of two mma.sync", ink=SOFT)
+    for factor in range(2):
+        x = 774 + factor * 180
+        picture.text(x + 64, 88, f"columns {8 * factor} to {8 * factor + 7}", "middle", SOFT)
+        here = {(row, col - 8 * factor) for row, col in marked if col // 8 == factor}
+        grid_of(picture, x, top, cell, 16, 8, lambda row, col: SAND if factor else SKY, here)
+        for half in range(2):
+            number = 2 * factor + half
+            picture.box(x + 4.5 * cell, top + (8 * half + 4.5) * cell, 42, 42, "#fff", SOFT, f"b[{number}]", 8, None, 16, True)
+        picture.text(x + 64, 378, f"product {factor}", "middle", SOFT)
+    picture.lines(484, 416, ("In a right factor a lane has elements that lie below each other, but", "ldmatrix reads rows. So it transposes each matrix on the way (.trans)."))
+    picture.lines(20, 464, ("Of A nothing is transposed. There the four", "matrices are one left factor, 16 x 16."))
+    return picture
+
+
+def mass():
+    """Lesson 7: which masses the registers of a transposed left factor are multiplied by."""
+    picture = Picture("Mass in the fragments of a transposed factor", 1120, 480, 16)
+    cell, top = 16, 130
+    at = [(0, 0), (0, 8), (8, 0), (8, 8)]  # of matrices 0 to 3 in the basis: (vertex, eigenvector)
+    marked = lanes_of(at)
+    fill = {0: SKY, 1: SKY, 2: SAND, 3: SAND}
+    number_at = {place: number for number, place in enumerate(at)}
+    picture.text(20, 30, "1. in shared memory: 16 rows of the basis", bold=True)
+    picture.text(20, 52, "a row is a vertex", ink=SOFT)
+    left = 110
+    picture.text(left + 128, 92, "16 eigenvectors", "middle", SOFT)
+    picture.text(left - 12, top + 118, "16", "end", SOFT)
+    picture.text(left - 12, top + 138, "vertices", "end", SOFT)
+    grid_of(picture, left, top, cell, 16, 16, lambda row, col: fill[number_at[row // 8 * 8, col // 8 * 8]], set())
+    for vertex, eigenvector in sorted(marked):
+        picture.box(left + eigenvector * cell, top + vertex * cell, cell - 2, cell - 2, BLUE if vertex < 8 else RUST, None, "", 2)
+    for number, (row, col) in enumerate(at):
+        picture.box(left + (col + 4.5) * cell, top + (row + 4.5) * cell, 42, 42, "#fff", SOFT, str(number), 21, None, 20, True)
+    picture.line("M376 258H428")
+    picture.text(402, 240, ".trans", "middle")
+
+    left = 520
+    picture.text(440, 30, "2. in registers: basis^T", bold=True)
+    picture.text(440, 52, "a left factor; a column is a vertex", ink=SOFT)
+    picture.text(left - 12, 92, "mass", "end")
+    for vertex in range(16):
+        pair = BLUE if vertex in (2, 3) else RUST if vertex in (10, 11) else DARK
+        picture.box(left + vertex * cell, 78, cell - 2, 20, pair, None, "", 2)
+    picture.text(left + 3 * cell, 72, "low", "middle", BLUE, 16, True)
+    picture.text(left + 11 * cell, 72, "high", "middle", RUST, 16, True)
+    for vertex, ink in ((3, BLUE), (11, RUST)):
+        picture.line(f"M{left + vertex * cell} 100V126", ink)
+    grid_of(picture, left, top, cell, 16, 16, lambda row, col: fill[number_at[col // 8 * 8, row // 8 * 8]], set())
+    for vertex, eigenvector in sorted(marked):
+        picture.box(left + vertex * cell, top + eigenvector * cell, cell - 2, cell - 2, BLUE if vertex < 8 else RUST, None, "", 2)
+    for number, (vertex, eigenvector) in enumerate(at):
+        picture.box(left + (vertex + 4.5) * cell, top + (eigenvector + 4.5) * cell, 42, 42, "#fff", SOFT, f"a[{number}]", 8, None, 16, True)
+    picture.text(left - 12, top + 118, "16 eigen-", "end", SOFT)
+    picture.text(left - 12, top + 138, "vectors", "end", SOFT)
+
+    picture.text(810, 30, "3. in lane 5 (dark)", bold=True)
+    picture.text(810, 52, "a register has two vertices", ink=SOFT)
+    for number, (vertex, eigenvector) in enumerate(at):
+        y = top - 34 + number * 82
+        ink, name = (BLUE, "low") if vertex == 0 else (RUST, "high")
+        picture.box(810, y, 190, 62, SKY if vertex == 0 else SAND, None,
+                    f"a[{number}]: vertices {vertex + 2}, {vertex + 3}\nof eigenvector {eigenvector + 1}", 6, size=16)
+        picture.text(1008, y + 37, "*", "start", None, 20)
+        picture.box(1024, y + 8, 76, 46, ink, None, name, 6, "#fff", 16, True)
+    picture.lines(20, 430, ("A register holds two neighbours of a row. In basis^T these are two vertices, with a mass each. So one pair of masses,",
+                            "low, serves a[0] and a[1], and another pair, high, serves a[2] and a[3]. A register is multiplied by one instruction."))
+    return picture
+
+
+def tile_backward():
+    """Lesson 8, backward, *associated*: the way of one tile of vertices through a block."""
+    picture = Picture("The way of one tile through the backward pass", 1120, 500, 16)
+    picture.box(20, 60, 140, 300, PALE, SOFT)
+    picture.text(20, 30, "copied for this tile", bold=True)
+    picture.text(20, 52, "64 vertices", ink=SOFT)
+    picture.box(34, 76, 112, 56, SKY, BLUE, "Gr\n64 x E", 4, size=16)
+    picture.box(34, 144, 112, 56, SKY, BLUE, "Gi\n64 x E", 4, size=16)
+    picture.box(60, 288, 60, 56, SKY, BLUE, "dOut\n64x64", 4, size=16)
+
+    def step(left, number, title):
+        picture.text(left, 30, f"{number}. {title}", bold=True)
+
+    step(200, 1, "multiply")
+    picture.text(200, 52, "by x, M1, M2, which stay", ink=SOFT)
+    picture.box(200, 76, 170, 124, RUST, None, "Gr x,  Gi x\nGr M1 - Gi M2\nGi M1 + Gr M2", 6, "#fff", 16, True)
+    picture.line("M164 138H194")
+    picture.box(200, 234, 170, 56, GREY, None, "x, M1, M2: E x 64,\nin shared memory", 4, size=16)
+    picture.line("M285 232V206")
+
+    step(410, 2, "g, and four products")
+    picture.text(410, 52, "element by element", ink=SOFT)
+    picture.box(410, 76, 110, 124, SAND, RUST, "xr, xi,\nar, ai:\n64 x 64", 6, size=16)
+    picture.line("M374 138H404")
+    picture.box(410, 276, 250, 104, RUST, None, "u = xr ar + xi ai\ng = dOut (1 - tanh(u)^2)\nP = g xr,  Q = g xi\nR = g ar,  S = g ai", 6, "#fff", 16, True)
+    picture.line("M465 204V270")
+    picture.line("M124 316H404")
+    picture.box(550, 76, 110, 124, SAND, RUST, "P, Q, R, S:\n64 x 64,\nin shared\nmemory", 6, size=16)
+    picture.line("M605 272V206")
+
+    step(700, 3, "multiply")
+    picture.text(700, 52, "by tiles, transposed", ink=SOFT)
+    picture.box(700, 76, 180, 124, RUST, None, "Gr^T P + Gi^T Q\nGr^T Q - Gi^T P\nGr^T R + Gi^T S", 6, "#fff", 16, True)
+    picture.line("M664 138H694")
+    picture.line("M90 364V440H790V206", BLUE)
+    picture.text(104, 430, "Gr and Gi are still in shared memory, so they are copied only once", ink=BLUE)
+    picture.text(20, 480, "Sizes are those of the larger one of two tiles: 64 vertices, 64 of the W columns, all E rows.", ink=SOFT)
+
+    picture.text(916, 30, "added to sums", bold=True)
+    picture.text(916, 52, "which stay in registers", ink=SOFT)
+    picture.line("M884 138H914")
+    picture.box(920, 76, 180, 124, SAND, RUST, "dM1\ndM2\nD\nE x 64 each", 6, size=16)
+    picture.line("M1010 204V270")
+    picture.box(920, 276, 180, 80, GREY, None, "after the last tile:\nto memory, as the\nsums of one slice", 6, size=16)
+    return picture
+
+
+def clusters():
+    """Who fetches what in a cluster of two, four and eight blocks: primitives/hopper/block_grid.cuh."""
+    picture = Picture("Who fetches what in a cluster", 1120, 516, 16)
+    side, mine = 84, 1
+
+    def cluster(left, stack, beside, title, said):
+        """`stack` tiles below each other, `beside` side by side; block 1 and what it fetches are brown."""
+        size = side if stack < 4 else 66
+        top, a_left = 142, left + 6
+        c_left = a_left + 64
+        picture.text(left, 30, title, bold=True)
+        picture.lines(left, 54, said)
+        for col in range(beside):
+            for part in range(stack):  # the tile of B: its parts lie side by side
+                rank = part + stack * col
+                wide = (size - 6) / stack
+                picture.box(c_left + col * size + part * wide, top - 40, wide - 2, 34, RUST if rank == mine else SKY, None,
+                            str(rank), 3, "#fff" if rank == mine else INK, 16, rank == mine)
+        for row in range(stack):
+            for part in range(beside):  # the tile of A: its parts lie below each other
+                rank = row + stack * part
+                high = (size - 6) / beside
+                picture.box(a_left + 10, top + row * size + part * high, 46, high - 2, RUST if rank == mine else SKY, None,
+                            str(rank), 3, "#fff" if rank == mine else INK, 16, rank == mine)
+            for col in range(beside):
+                rank = row + stack * col
+                picture.box(c_left + col * size, top + row * size, size - 6, size - 6, SAND if rank == mine else GREY,
+                            RUST if rank == mine else None, f"block {rank}" if size == side else str(rank), 4, None, 16, rank == mine)
+        picture.text(c_left - 8, top - 16, "B", "end", SOFT)
+        picture.text(a_left + 2, top + size / 2, "A", "middle", SOFT)
+
+    cluster(20, 2, 1, "two blocks", ("one below the other", "(lesson 3, clusters)"))
+    cluster(330, 2, 2, "four blocks", ("two by two", "(the operator)"))
+    cluster(640, 4, 2, "eight blocks", ("four by two", "(the operator)"))
+    said = ("Grey: the tiles of C,", "one for each block.", "", "Blue and brown: the", "tiles of A and B that",
+            "they need. A number", "says which block", "fetches that part.", "", "Brown: block 1, and", "what it fetches.")
+    picture.lines(935, 30, said)
+    picture.lines(20, 352, ("In one step block 1", "fetches a whole tile of A,", "for itself, and half a tile", "of B, for blocks 0 and 1."))
+    picture.lines(330, 352, ("Half a tile of A, for blocks", "1 and 3, and half a tile of", "B, for blocks 0 and 1."))
+    picture.lines(640, 442, ("Half a tile of A, for blocks 1 and 5, and", "a fourth of a tile of B, for blocks 0 to 3."))
+    picture.text(20, 504, "A block alone fetches a whole tile of A, and one of B. A part of A is some of its rows; a part of B is some of its "
+                 "columns, or of its k.", ink=SOFT)
+    return picture
+
+
+def slices():
+    """Lesson 7's three ideas in time, on a GPU of six multiprocessors and for a spectrum of two tiles."""
+    picture = Picture("Slices of a sum, in time", 1120, 516, 16)
+    left, unit, high = 30, 23.5, 19
+    colors = (SKY, SAND, "#d9e8c9")
+
+    def panel(top, title, said):
+        picture.text(left, top, title, bold=True)
+        picture.text(left + 128, top, said, ink=SOFT)
+        for row in range(6):
+            picture.box(left, top + 10 + row * high, 33 * unit, high - 2, PALE, None, "", 2)
+        return top + 10
+
+    def bar(top, row, start, units, color, text="", ink=None):
+        picture.box(left + start * unit, top + row * high, units * unit - 2, high - 2, color, None, text, 2, ink, 15)
+
+    def small(top, start, text, units=1.0):
+        """A small kernel, or a wait, on all multiprocessors."""
+        picture.box(left + start * unit, top, units * unit - 2, 6 * high - 2, RUST, None, text, 2, "#fff", 15, True)
+
+    top = panel(24, "half fused", "a spectrum of two tiles is two blocks: four multiprocessors have nothing to do")
+    for row in range(2):
+        bar(top, row, 0, 22.5, SKY, f"tile {row}: all 24 steps of the sum")
+    small(top, 22.5, "")
+    for row in range(6):
+        bar(top, row, 23.5, 8, BLUE, "out", "#fff")
+    top = panel(184, "split-K", "three slices of each tile are six blocks; a second kernel adds the slices, and damps")
+    for row in range(6):
+        bar(top, row, 0, 8, colors[row // 2], f"tile {row % 2}, slice {row // 2}")
+    small(top, 8, "", 1.5)
+    for row in range(6):
+        bar(top, row, 9.5, 8, BLUE, "out", "#fff")
+    top = panel(344, "one launch", "blocks stay: they add to one sum for each tile, meet, and go on with their own rows")
+    for row in range(6):
+        bar(top, row, 0, 8, colors[row // 2], f"tile {row % 2}, slice {row // 2}")
+    small(top, 8, "", 0.7)
+    for row in range(6):
+        bar(top, row, 8.7, 7.3, BLUE, "out", "#fff")
+    picture.line(f"M{left} 480H{left + 33 * unit:g}")
+    picture.text(left + 33 * unit, 502, "time (a drawing, not measured)", "end", SOFT)
+    picture.text(left, 502, "A row is one of six multiprocessors.", ink=SOFT)
+    picture.lines(840, 52, ("Brown: the sum is damped,", "by a kernel of its own."))
+    picture.lines(840, 212, ("Brown: slices are added", "and damped, by a kernel", "of its own."))
+    picture.lines(840, 372, ("Brown: all blocks wait for", "the last one. No kernel", "ends here, and a part of", "the basis is still on chip."))
+    return picture
+
+
+def boxes():
+    """Lesson 9's operator: where the four boxes of a tile of W begin, if rows of W start anywhere."""
+    picture = Picture("Four boxes of W", 1120, 506, 16)
+    columns, tile, cell = 333, 192, 22
+    picture.text(20, 30, "W has 333 columns: where its rows begin", bold=True)
+    for row in range(5):
+        y, before = 54 + row * 30, row * columns % 4
+        picture.text(20, y + 17, f"row {row}")
+        for group in range(3):
+            picture.box(90 + group * 4 * cell, y - 2, 4 * cell - 3, 26, PALE, SOFT, "", 2)
+        for element in range(12 - before):
+            picture.box(92 + (element + before) * cell, y + 1, cell - 7, 20, RUST if element == 0 else SKY, None, "", 2)
+        picture.text(372, y + 17, f"matrix {row % 4}" + (" again" if row == 4 else ""), ink=SOFT)
+    picture.lines(500, 70, ("A frame is 16 bytes, four elements. Brown is a row's first", "element. The copy engine needs rows that begin at a frame,",
+                            "and that are a multiple of 16 bytes apart. So every fourth", "row is taken as a matrix of its own, which begins at the",
+                            "frame before its first element."))
+
+    picture.text(20, 246, "the tile of columns 192 to 383: where the boxes of the four matrices begin", bold=True)
+    unit, zero = 9, 590  # pixels of a column; where column 192 is
+    for matrix in range(4):
+        y = 266 + matrix * 50
+        early = 8 * matrix + matrix * columns % 4
+        first = tile - early
+        assert (matrix * columns + first) % 4 == 0  # the box begins at a multiple of 16 bytes
+        picture.text(20, y + 26, f"matrix {matrix}: from column {first} on" + (f", {early} early" if early else ""))
+        if early:
+            picture.box(zero - early * unit, y, early * unit - 1, 40, SAND, None, "", 0)
+        picture.box(zero, y, 120, 40, SKY, None, "192, 193 ...", 0, size=16)
+    picture.line(f"M{zero} 258V472", BLUE, False)
+    picture.text(zero - 8, 488, "copied, but not used", "end", SOFT)
+    picture.text(zero + 8, 488, "the tile", "start", BLUE)
+    picture.lines(730, 276, ("Up to three columns are early, since", "a box begins at a frame. And 8, 16 and", "24 are early for another reason: a warp",
+                             "reads one row of each of the four", "matrices at a time, eight columns of it.", "So these rows lie in different banks,",
+                             "nearly: they begin at 0, 9, 18 and 27."))
+    return picture
+
+
 PICTURES = {drawn.__name__: drawn
-            for drawn in (multiprocessor, owned, fragment, swizzle, turns, split_k, gradients, softmax, clifford,
-                          attention)}
+            for drawn in (multiprocessor, owned, fragment, swizzle, ldmatrix, turns, clusters, split_k, slices, mass, gradients,
+                          tile_backward, softmax, boxes, clifford, attention)}
 
 
 def main():

@@ -2,6 +2,7 @@
 (operators/tests/gpu has the functions of tensors.)"""
 
 import ctypes
+import dataclasses
 import importlib
 import importlib.util
 import re
@@ -14,6 +15,7 @@ import pytest
 from conftest import NO_GPU, ROOT, execute
 from test_library import BINDING, HEADER, LIBRARY, fused_kernels, library
 
+binding, OPERATORS = fused_kernels._torch, fused_kernels._table.OPERATORS
 TEXT = re.sub(r"/\*.*?\*/|^#.*?$", "", (HEADER / "fused_kernels.h").read_text(), flags=re.DOTALL | re.MULTILINE)
 TYPES = {"size_t": ctypes.c_size_t, "int": ctypes.c_int, "int64_t": ctypes.c_int64, "float": ctypes.c_float,
          "const char*": ctypes.c_char_p, "void": None, **fused_kernels.STRUCTS}
@@ -118,27 +120,30 @@ def planned(monkeypatch):
     """What the functions of tensors plan, each time that they do: the arguments that are no tensors."""
     found = []
 
-    def plan(*arguments):
-        found.append([each for each in arguments if not isinstance(each, Operand)])
-        return types.SimpleNamespace(outputs=((), ()))
+    def plan(row, tensors, numbers):
+        found.append(numbers)
+        return types.SimpleNamespace(outputs=((),) * len(row.results))
 
-    for name in [name for name in vars(fused_kernels) if name.startswith("_plan_")]:
-        monkeypatch.setattr(fused_kernels, name, plan)
-    monkeypatch.setattr(fused_kernels, "_plans", {})
-    monkeypatch.setattr(fused_kernels, "_current_device", lambda: 0, raising=False)
-    monkeypatch.setattr(fused_kernels, "_empty", lambda *layout: Operand(), raising=False)
-    monkeypatch.setattr(fused_kernels, "_launch", lambda *arguments: None)
+    monkeypatch.setattr(binding, "_make_plan", plan)
+    monkeypatch.setattr(binding, "_plans", {})
+    monkeypatch.setattr(binding, "_current_device", lambda: 0, raising=False)
+    monkeypatch.setattr(binding, "_empty", lambda *layout: Operand(), raising=False)
+    monkeypatch.setattr(binding, "_launch", lambda *arguments: None)
     return found
+
+
+def run_of(row):
+    return binding._functions_of(row)[1]
 
 
 def test_numbers_are_no_keys_by_identity(planned):
     """Of a number that is an object the value counts, in each call."""
     q, causal, scale = Operand(), Cell(0), Cell(0.25)
     for causal.value, scale.value in ((0, 0.25), (0, 0.5), (1, 0.5), (0, 0.25)):
-        fused_kernels._attention(q, q, q, causal, scale, False)
-        fused_kernels._attention_backward(*[q] * 6, causal, scale)
-    assert planned == [each for each in ([False, 0.25], [False, 0.5], [True, 0.5]) for _ in range(2)]
-    assert {type(each) for each in sum(planned, [])} == {bool, float}
+        run_of(OPERATORS["attention"])(q, q, q, causal, scale, Cell(0))
+        run_of(OPERATORS["attention_backward"])(*[q] * 6, causal, scale)
+    assert planned == [each for pair in ((False, 0.25), (False, 0.5), (True, 0.5)) for each in ((*pair, False), pair)]
+    assert {type(each) for each in sum(planned, ())} == {bool, float}
 
 
 @pytest.mark.parametrize("name, operands", [("clifford", 3), ("clifford_backward", 4), ("clifford_connected", 3),
@@ -146,8 +151,105 @@ def test_numbers_are_no_keys_by_identity(planned):
 def test_numbers_of_a_product_of_multivectors_are_no_keys_by_identity(planned, name, operands):
     normed, p = Cell(1), Cell(3)
     for normed.value, p.value in ((1, 3), (0, 3), (0, 2), (1, 3)):
-        getattr(fused_kernels, f"_{name}")(*[Operand()] * operands, [p, 0, 0], normed)
-    assert planned == [[(3, 0, 0), True], [(3, 0, 0), False], [(2, 0, 0), False]]
+        run_of(OPERATORS[name])(*[Operand()] * operands, [p, 0, 0], normed)
+    assert planned == [((3, 0, 0), True), ((3, 0, 0), False), ((2, 0, 0), False)]
+
+
+def test_rows_have_the_names_of_the_header():
+    """Operands and results, in the order of the C function; and the rows of gradients fit those of forward."""
+    for row in OPERATORS.values():
+        (words,) = re.findall(rf"\b{row.function}\((.*?)\);", TEXT, re.DOTALL)
+        names = [each.split()[-1].lstrip("*") for each in words.split(",")]
+        assert names[1:] == [*row.operands, *row.results, "workspace", "workspace_bytes", "stream"], row.name
+        assert set(row.order) == set(row.operands) and set(row.returned) == set(row.results)
+        assert words.split()[1].rstrip("*") == row.struct.__name__
+        assert set(row.strides.values()) <= {field for field, _ in row.struct._fields_}
+        if isinstance(row.backward, str):
+            own = OPERATORS[row.backward]
+            incoming = [each for each in own.operands if each.removeprefix("d_") in row.results and each[:2] == "d_"]
+            assert incoming and list(own.operands[:len(incoming)]) == incoming
+            assert {each.removeprefix("d_") for each in own.results} <= set(row.operands)
+            assert set(own.numbers) <= set(row.numbers)
+
+
+class Symbol:
+    """What a size is while PyTorch traces a program for any sizes: to look at it would fix it."""
+    __hash__ = object.__hash__
+
+    def looked_at(self, *other):
+        raise AssertionError("a size is looked at")
+
+    __bool__ = __int__ = __index__ = __eq__ = __lt__ = __le__ = __gt__ = __ge__ = looked_at
+
+
+@pytest.mark.parametrize("name", OPERATORS)
+def test_layouts_of_results_look_at_no_size(name):
+    """Nor compare they two: sizes that have to be equal may be two symbols."""
+    row = OPERATORS[name]
+    operands = {each: types.SimpleNamespace(shape=[Symbol() for _ in row.shape_of(each)], dtype="float32")
+                for each in row.operands}
+    sizes = row.sizes(operands)
+    for each in row.results:
+        found = row.sizes_of(each, sizes)
+        assert len(found) == len(row.shape_of(each)) and {type(size) for size in found} == {Symbol}
+
+
+def test_a_row_with_operands_that_may_be_none(planned, monkeypatch):
+    """They are NULL for the library, other plans are found for them, and they have no gradients."""
+    forward = dataclasses.replace(OPERATORS["gating"], reads="x w1 w2 b1? b2?")
+    row = dataclasses.replace(OPERATORS["gating_backward"], reads="d_out x w1 w2 b1? b2?")
+    assert forward.schema == "(Tensor x, Tensor w1, Tensor w2, Tensor? b1, Tensor? b2) -> Tensor"
+    launched, x = [], Operand()
+    monkeypatch.setattr(binding, "_launch", lambda plan, *addresses: launched.append(addresses))
+    for b1, b2 in ((x, x), (None, x), (x, None), (None, None)) * 2:
+        run_of(forward)(x, x, x, b1, b2)
+        assert launched[-1] == (0, 0, 0, *(None if each is None else 0 for each in (b1, b2)), 0)
+        present = [row.is_written(each, {"b1": b1, "b2": b2, "x": x, "w1": x, "w2": x}, {}) for each in row.results]
+        assert present == [True, True, True, b1 is not None, b2 is not None]
+    assert len(planned) == 4
+    matrix, weights, bias = (Dense(*shape) for shape in ((3, 8), (8, 16), (16,)))
+    sizes, fields = forward.check(dict(x=matrix, w1=weights, w2=weights, b1=None, b2=bias), {})
+    description = forward.describe(fields, {"x": ((3, 8), (8, 1))})
+    assert [getattr(description, each) for each in ("rows", "inputs", "hidden", "x_stride")] == [3, 8, 16, 8]
+
+
+class Dense:
+    dtype = "torch.float16"
+
+    def __init__(self, *shape):
+        self.shape = shape
+
+    def is_contiguous(self):
+        return True
+
+    def stride(self):
+        return 8, 1
+
+
+class Turned(Dense):
+    def is_contiguous(self):
+        return False
+
+    def stride(self):
+        return 1, 9
+
+
+@pytest.mark.parametrize("name, operands, words", [
+    ("product", dict(a=Dense(8, 8, 2), b=Dense(8, 8)), r"a has the shape \(8, 8, 2\); it has to have 2 dimensions"),
+    ("product", dict(a=Dense(8, 8), b=Dense(9, 8)), r"b has the shape \(9, 8\); it has to be \(8, 8\)"),
+    ("gating", dict(x=Dense(3, 8), w1=Turned(8, 4), w2=Dense(8, 4), b1=Dense(4), b2=Dense(4)),
+     r"w1 has the strides \(1, 9\), but it has to be contiguous; call .contiguous\(\) if a copy is acceptable"),
+    ("softmax", dict(x=Dense(3, 8), w=Dense(8, 4)), "x is torch.float16; it has to be torch.float32"),
+    ("clifford", dict(x=Dense(4, 2, 4), y=Dense(4, 2, 4), w=Dense(4, 20)), "x is torch.float16"),
+    ("diffusion", dict(x=Dense(8), basis=Dense(8, 8), mass=Dense(8), evalues=Dense(8), times=Dense(8)),
+     r"x has the shape \(8,\); it has to have 2 or 3 dimensions"),
+    ("diffusion", dict(x=Dense(9, 8), basis=Dense(1, 9, 8), mass=Dense(9), evalues=Dense(8), times=Dense(8)),
+     r"basis has the shape \(1, 9, 8\); it has to have 2 dimensions"),
+])
+def test_operands_that_do_not_fit(name, operands, words):
+    row = OPERATORS[name]
+    with pytest.raises(ValueError, match=words):
+        row.check(operands, {each: default for each, (_, default) in row.numbers.items()})
 
 
 def test_every_entry_point_is_called_with_shapes_in_turn():
@@ -171,12 +273,16 @@ def test_what_is_missing_is_said(tmp_path):
     assert result.stdout.startswith(f"there is no {path}; build it with `scons library`")
 
 
-def test_without_pytorch_its_functions_say_so(tmp_path):
-    (tmp_path / "torch.py").write_text("raise ModuleNotFoundError('No module named torch', name='torch')\n")
+@pytest.mark.parametrize("source, words", [
+    ("raise ModuleNotFoundError('No module named torch', name='torch')", "need PyTorch, which is not installed"),
+    ("__version__, library = '2.0', None", "need PyTorch 2.6 or newer; this is 2.0"),
+])
+def test_without_pytorch_its_functions_say_so(tmp_path, source, words):
+    (tmp_path / "torch.py").write_text(f"{source}\n")
     program = PRINTS_THE_ERROR_OF.format("product(1, 2)")
     result = execute([sys.executable, "-c", program], env={"PYTHONPATH": f"{tmp_path}:{BINDING}"})
     assert result.rc == 0, result.stderr
-    assert "PyTorch, which is not installed" in result.stdout
+    assert words in result.stdout
 
 
 # ---- Installed, and testing itself --------------------------------------------------------------------------------
@@ -273,7 +379,7 @@ def test_no_library_is_one_sentence(tmp_path, is_there):
 
 
 def test_cpu_library_has_no_functions_of_tensors(library, monkeypatch):
-    monkeypatch.setattr(fused_kernels, "library", lambda: library)
+    monkeypatch.setattr(binding, "library", lambda: library)
     monkeypatch.setenv("FUSED_KERNELS_LIBRARY", str(LIBRARY))
     with pytest.raises(RuntimeError, match="is the CPU's library, and tensors are on a GPU"):
-        fused_kernels._Plan("fk_gating_forward", fused_kernels.fk_gating(), ())
+        binding._Plan("fk_gating_forward", fused_kernels.fk_gating(), ())

@@ -118,14 +118,14 @@ def test_table_in_the_readme(tmp_path, monkeypatch):
                        "Triton": [Outcome(reason="no", ok=False)] * 3})
     (tmp_path / "results" / "h200" / "6.peers.json").write_text(json.dumps(record))
     monkeypatch.setattr(update_readme, "ROOT", tmp_path)
-    text = "<!-- peers h200/6.peers h200/6.peers -->old<!-- end -->"
+    text = "<!-- peers h200/6.peers h200/6.peers -->\nold\n<!-- end -->"
     lines = update_readme.MARKER.sub(update_readme.render, text).splitlines()
     assert lines[1] == "NVIDIA H200, PyTorch 2.11.0, Triton 3.6.0; commit 012345678."
     times = "400.0 us | 1.200 ms | 200.0 us | failed | 100.0 us"
     assert lines[5:7] == [f"| 6 | layer, M = 4096, K = 128 | {times} | 0.50x |"] * 2
-    text = "<!-- peers h200/6.peers: layer, square -->old<!-- end -->"
+    text = "<!-- peers h200/6.peers: layer, square -->\nold\n<!-- end -->"
     assert update_readme.MARKER.sub(update_readme.render, text).splitlines()[5:-1] == lines[5:6]
-    text = "<!-- peers h200/6.peers: square -->old<!-- end -->"
+    text = "<!-- peers h200/6.peers: square -->\nold\n<!-- end -->"
     assert len(update_readme.MARKER.sub(update_readme.render, text).splitlines()) == 6
 
 

@@ -33,23 +33,6 @@ def test_readme_agrees_with_the_records():
     assert subprocess.run(command).returncode == 0
 
 
-@pytest.mark.parametrize("path", ["README.md", "docs/tables.md", "slides/talk.md"])
-def test_a_wrong_number_is_found(tmp_path, path):
-    shutil.copytree(ROOT / "results", tmp_path / "results")
-    command = [sys.executable, tmp_path / "results" / "update_readme.py"]
-    (tmp_path / path).parent.mkdir(exist_ok=True)
-    marker = "<!-- value h200/6_gating_fused layer: tensor cores | ms -->"
-    (tmp_path / path).write_text(f"{marker}1.03<!-- end --> ms")
-    assert subprocess.run([*command, "--check"]).returncode == 1
-    assert subprocess.run(command).returncode == 0
-    assert subprocess.run([*command, "--check"]).returncode == 0
-    record = json.loads((ROOT / "results/h200/6_gating_fused.json").read_text())
-    row = next(k for k in record["problems"][0]["kernels"] if k["name"] == "tensor cores")
-    text = (tmp_path / path).read_text()
-    number = re.fullmatch(re.escape(marker) + "(.+)<!-- end --> ms", text)[1]
-    assert float(number) == pytest.approx(row["ms"]["median"], rel=0.005)
-
-
 def test_counts_of_problems_and_of_repeated_rows(tmp_path, monkeypatch):
     """In records of two problems and two kernels: two runs of one commit, and two of different commits."""
 
@@ -181,27 +164,19 @@ def test_a_damaged_record_is_named(refused, scripts, script, damage):
     finally:
         path.write_text(whole)
     assert text.startswith("error: ") and text.count("\n") == 1
-    assert re.search(rf"{name}|h100-80gb-hbm3/roofline.svg|(README|docs/\w+)\.md, line \d+", text)
+    assert re.search(rf"{name}|h100-80gb-hbm3/roofline.svg|(README|docs/\w+)\.md, line \d+|sentences.txt, line", text)
 
 
 @pytest.mark.parametrize("marker, said", [
     ("table no_gpu/1_matmul_basic square", "results/no_gpu/1_matmul_basic.json: No such file or directory"),
     ("table h200/1_matmul_basic round", 'the record has no problem "round"'),
-    ("value h200/1_matmul_basic square: no row | ms", 'the record has no kernel "no row"'),
-    ("value h200/1_matmul_basic square | stones", "there is no 'stones'"),
-    ("value h200/1_matmul_basic square", "cannot be filled in"),
-    ("formula h200/1_matmul_basic square | 1 +", "invalid syntax"),
-    ("formula h200/1_matmul_basic square | hope", "name 'hope' is not defined"),
-    ("ratio h200/1_matmul_basic square: uncoalesced", "cannot be filled in"),
-    ('count h200/1_matmul_basic | ms["no row"] > 1', "there is no 'no row'"),
-    ("count h200/1_matmul_basic | hope > 1", "name 'hope' is not defined"),
-    ("repeated h200 | hope | d", "there is no 'hope'"),
-    ("repeated no_gpu | rows | d", "cannot be filled in"),
+    ("full h200/1_matmul_basic round", 'the record has no problem "round"'),
+    ("rows h200/1_matmul_basic square: no row", 'the record has no kernel "no row"'),
+    ("rows h200/1_matmul_basic square", "cannot be filled in"),
 ])
 def test_a_marker_that_cannot_be_filled_in_is_named(refused, scripts, marker, said):
     page = scripts / "docs" / "page.md"
-    page.write_text(f"A page\n<!-- {marker} -->1<!-- end -->\n")
-    (scripts / "README.md").write_text("<!-- value h200/6_gating_fused layer: tensor cores | ms -->1<!-- end -->")
+    page.write_text(f"A page\n<!-- {marker} -->\n1\n<!-- end -->\n")
     try:
         text = refused("results/update_readme.py", "--check")
         assert refused("results/update_readme.py") == text

@@ -6,8 +6,9 @@ import functools
 import itertools
 import operator
 
-from . import (FK_BAD_ALIGNMENT, FK_BAD_ARGUMENT, FK_BAD_SHAPE, FK_BFLOAT16, FK_FLOAT16, FK_FLOAT32, FK_OVERLAP,
-               fk_clifford, is_for_cpu, library, torch)
+from ._header import FK_BFLOAT16, FK_FLOAT16, FK_FLOAT32, fk_clifford
+from ._library import error_of, is_for_cpu, library, query_of
+from ._torch import torch
 
 MOST_VECTORS = 5
 ORDERS = ("grade", "bits", "shortlex")
@@ -129,20 +130,18 @@ def _describe(x, w, signature, gated, normed):
                        w is None, 0 if w is None else kinds[w.dtype])
 
 
-def _launch(name, query, description, operands):
+def _launch(name, description, operands):
     """Calls the function with these tensors, or None, on the current stream of the first one's device."""
     if is_for_cpu(library()):
         raise RuntimeError("the library is the CPU's, and tensors are on a GPU: build the package where nvcc is")
 
     def checked(code):
-        if not code:
-            return
-        refused = code in (FK_BAD_ARGUMENT, FK_BAD_SHAPE, FK_BAD_ALIGNMENT, FK_OVERLAP)
-        raise (ValueError if refused else RuntimeError)(library().fk_last_error().decode())
+        if code:
+            raise error_of(code)
 
     with torch.cuda.device(operands[0].device):
         needed = ctypes.c_size_t()
-        checked(getattr(library(), query)(ctypes.byref(description), ctypes.byref(needed)))
+        checked(getattr(library(), query_of(name))(ctypes.byref(description), ctypes.byref(needed)))
         workspace = torch.empty(needed.value, dtype=torch.uint8, device=operands[0].device)
         addresses = [None if each is None else each.data_ptr() for each in operands]
         checked(getattr(library(), name)(ctypes.byref(description), *addresses, workspace.data_ptr() or None,
@@ -156,7 +155,7 @@ if torch:
                              schema=f"({_OPTIONS}) -> Tensor")
     def _forward(x, y, w, signature, gated, normed):
         out = torch.empty_like(x)
-        _launch("fk_clifford_forward", "fk_clifford_workspace", _describe(x, w, signature, gated, normed),
+        _launch("fk_clifford_forward", _describe(x, w, signature, gated, normed),
                 (x, y, w, out))
         return out
 
@@ -168,7 +167,7 @@ if torch:
                              schema=f"(Tensor d_out, {_OPTIONS}) -> (Tensor, Tensor, Tensor)")
     def _backward(d_out, x, y, w, signature, gated, normed):
         d_x, d_y, d_w = torch.empty_like(x), torch.empty_like(y), _like_weights(x, w)
-        _launch("fk_clifford_backward", "fk_clifford_backward_workspace", _describe(x, w, signature, gated, normed),
+        _launch("fk_clifford_backward", _describe(x, w, signature, gated, normed),
                 (d_out, x, y, w, d_x, d_y, None if w is None else d_w))
         return d_x, d_y, d_w
 

@@ -6,7 +6,7 @@ import threading
 
 import torch
 
-from cases import EACH, alike, differentiable, fused_kernels, numbers, tensors
+from cases import EACH, alike, binding, differentiable, fused_kernels, numbers, tensors
 
 
 def captures_graphs():
@@ -105,7 +105,7 @@ def runs_in_two_threads():
             for each in found:
                 case.check(operands, each)
 
-        fused_kernels._plans.clear()  # both make the plan
+        binding._plans.clear()  # both make the plan
         at_the_same_time(lambda: work(1), lambda: work(2))
         # Both on the default stream.
         operands, results = [case.operands(seed) for seed in (1, 2)], [[], []]

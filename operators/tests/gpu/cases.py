@@ -13,6 +13,7 @@ import torch
 ROOT = pathlib.Path(__file__).resolve().parents[3]
 sys.path.insert(0, str(ROOT / "operators" / "python"))
 import fused_kernels
+from fused_kernels import _torch as binding
 
 torch.set_float32_matmul_precision("highest")  # where PyTorch computes gradients
 FP16, BF16, FP32 = torch.float16, torch.bfloat16, torch.float32

@@ -20,7 +20,7 @@ import torch
 import torch.nn.functional as F
 
 import cases
-from cases import FP16, FP32, fused_kernels
+from cases import FP16, FP32, binding, fused_kernels
 
 CALLS, SAMPLES = 100, 60
 MOST, MOST_WITH_GRADIENTS = 6.0, 10.0  # us
@@ -41,15 +41,15 @@ def microseconds(*functions):
 
 def library_call(case, operands):
     """The last call of the library that case.run makes, to be made again."""
-    made, launch = [], fused_kernels._launch
+    made, launch = [], binding._launch
 
     def record(plan, *addresses):
         made.append((plan, addresses))
         launch(plan, *addresses)
 
-    fused_kernels._launch = record
+    binding._launch = record
     results = case.run(*operands)
-    fused_kernels._launch = launch
+    binding._launch = launch
     plan, addresses = made[-1]
     workspace = torch.empty(max(plan.bytes, 1), dtype=torch.uint8, device="cuda")
     arguments = plan.at, *addresses, workspace.data_ptr(), plan.bytes, torch.cuda.current_stream().cuda_stream
@@ -65,7 +65,7 @@ class OnlyKeeps(torch.autograd.Function):
     @staticmethod
     def forward(ctx, *operands):
         ctx.save_for_backward(*operands)
-        return fused_kernels._empty((8,), (1,), torch.float16)
+        return binding._empty((8,), (1,), torch.float16)
 
 
 def gated_by_pytorch(x, w1, w2, b1, b2):

@@ -62,7 +62,7 @@ FUNCTIONS = {"product": product, "gated layer": gated_layer, "diffusion": diffus
 
 def measure(row, backward):
     """The record of a row. `way`: forward's. (Backward is called by a thread of PyTorch's.)"""
-    torch._dynamo.reset()
+    torch.compiler.reset()
     took, own, other = times.measure(row.case, row.by_pytorch, backward)
     way = fused_kernels.library().fk_last_way().decode()
     assert own <= 2 * other, f"{row.name}: the relative error is {own}; that of PyTorch's operators is {other}"

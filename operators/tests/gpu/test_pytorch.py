@@ -22,9 +22,10 @@ if "FUSED_KERNELS_LIBRARY" not in os.environ and not BUILT.exists():
 
 import alone
 import cases
-from cases import (BF16, CASES, EACH, FP16, FP32, alike, check_diffusion_backward, differentiable, diffusion_in_fp64,
-                   fused_kernels, gating_in_fp64, numbers, tensors)
+from cases import (BF16, CASES, EACH, FP16, FP32, alike, binding, check_diffusion_backward, differentiable,
+                   diffusion_in_fp64, fused_kernels, gating_in_fp64, numbers, tensors)
 
+OPERATORS = fused_kernels._table.OPERATORS
 SECONDS = 90  # of a test, before the process is ended
 GUARD = 128  # elements before and after each result, and the workspace
 DIFFERENTIABLE = [case for case in EACH if case.wants_gradients]
@@ -52,7 +53,7 @@ def watchdog(request):
 @pytest.fixture
 def guarded(monkeypatch):
     """What is allocated, results and workspace, is NaN and lies between guards. Called, it checks these."""
-    allocated, real = [], fused_kernels._empty
+    allocated, real = [], binding._empty
 
     def empty(shape, strides, dtype):
         count = 1 + sum((size - 1) * stride for size, stride in zip(shape, strides))
@@ -68,9 +69,13 @@ def guarded(monkeypatch):
             for each in (whole[:guard], whole[-guard:]):
                 assert bool((each == 0xff if whole.dtype == torch.uint8 else each.isnan()).all())
 
-    monkeypatch.setattr(fused_kernels, "_empty", empty)
-    monkeypatch.setattr(fused_kernels, "_KEPT_BYTES", -1)  # each call allocates its workspace
+    monkeypatch.setattr(binding, "_empty", empty)
+    monkeypatch.setattr(binding, "_KEPT_BYTES", -1)  # each call allocates its workspace
     return check
+
+
+def operator_of(case):
+    return getattr(torch.ops.fused_kernels, case.name.split("-")[0]).default
 
 
 def with_gradients(case, seed=1):
@@ -261,11 +266,53 @@ def test_two_threads_in_one_stream():
     assert not failed, failed
 
 
-@pytest.mark.parametrize("case", EACH, ids=str)
+def row_of(case):
+    return OPERATORS[case.name.split("-")[0]]
+
+
+@pytest.mark.parametrize("case", [case for case in EACH if not row_of(case).autocast or case.more], ids=str)
 def test_autocast_changes_nothing(case):
+    """Of most functions; and of a product whose `math` is one of fp32."""
     operands = case.operands()
     with torch.autocast("cuda", dtype=FP16 if operands[0].dtype == BF16 else BF16):
         case.check(operands, case.run(*operands))
+        case.check(operands, operator_of(case)(*operands, *case.more))
+
+
+AUTOCAST = {"product": cases.product(65, 40, 24, FP16), "gating": cases.gating(65, 40, 24),
+            "attention": cases.attention(2, 50, 70, 4, 2, 40, FP16)}
+
+
+@pytest.mark.parametrize("dtype", [FP16, BF16], ids=str)
+@pytest.mark.parametrize("name", AUTOCAST)
+def test_autocast(name, dtype):
+    """fp32 becomes autocast's type, in the function, the operator and a compiled program, and gradients are fp32's. A
+    type that the operator does not take is none to convert to: then operands stay as they are."""
+    case, function = AUTOCAST[name], getattr(fused_kernels, name)
+    if str(dtype)[6:] not in OPERATORS[name].types:
+        operands = case.operands()
+        with torch.autocast("cuda", dtype=dtype):
+            case.check(operands, function(*operands))
+            with pytest.raises(ValueError, match="is torch.float32; it has to be torch.float16"):
+                function(*(each.float() for each in operands))
+        return
+    single = [each.float().requires_grad_() for each in case.operands()]
+    converted = [each.detach().to(dtype).requires_grad_() for each in single]
+    expected = function(*converted)
+    d = numbers(*expected.shape, dtype=dtype, seed=11)
+    gradients = torch.autograd.grad(expected, converted, d)
+    torch.compiler.reset()
+    for run in (function, lambda *each: tensors(getattr(torch.ops.fused_kernels, name)(*each))[0],
+                torch.compile(function, fullgraph=True, backend="aot_eager")):
+        with torch.autocast("cuda", dtype=dtype):
+            out = run(*single)
+            again = run(*(each.detach() for each in converted))
+            with torch.autocast("cuda", enabled=False):
+                as_ever = run(*(each.detach() for each in converted))
+        assert out.dtype == dtype and all(torch.equal(each, expected) for each in (out, again, as_ever))
+        for one, other in zip(torch.autograd.grad(out, single, d), gradients):
+            assert one.dtype == FP32
+            alike(one.to(dtype), other, 2)
 
 
 @pytest.mark.parametrize("case", EACH, ids=str)
@@ -414,7 +461,7 @@ def test_gradients_of_attention_by_name():
     operands, wanted = with_gradients(cases.attention(2, 50, 200, 4, 2, 40, BF16))
     d = numbers(2, 50, 4, 40, dtype=BF16, seed=11)
     expected = torch.autograd.grad(fused_kernels.attention(*operands), wanted, d)
-    torch._dynamo.reset()
+    torch.compiler.reset()
     compiled = torch.compile(fused_kernels.attention, fullgraph=True, backend="aot_eager")
     for run in (lambda *each: torch.ops.fused_kernels.attention(*each)[0], compiled):
         for one, other in zip(torch.autograd.grad(run(*operands), wanted, d), expected):
@@ -487,8 +534,9 @@ def test_gradients_that_are_not_there():
 # ---- torch.library and torch.compile ------------------------------------------------------------------------------
 
 
-def operator_of(case):
-    return getattr(torch.ops.fused_kernels, case.name.split("-")[0]).default
+def test_each_operator_is_checked():
+    """Each row of the table has a case, so that what is tested below is all of it."""
+    assert {case.name.split("-")[0] for case in EACH} == set(OPERATORS)
 
 
 @pytest.mark.parametrize("case", EACH, ids=str)
@@ -518,7 +566,7 @@ def test_compile(case):
     """With something to fuse before the call. Operands are halves of numbers that are exact doubled."""
     from torch.utils._triton import has_triton
 
-    torch._dynamo.reset()
+    torch.compiler.reset()
     run = case.run
     compiled = torch.compile(lambda *operands: run(operands[0] * 2, *operands[1:]), fullgraph=True,
                              backend="inductor" if has_triton() else "aot_eager")
@@ -541,14 +589,43 @@ def test_compile(case):
         alike(one, other, 256 if one.dtype == FP32 else 8)
 
 
-def test_a_compiled_function_takes_other_sizes():
-    torch._dynamo.reset()
-    compiled = torch.compile(lambda a, b: fused_kernels.product(a, b), fullgraph=True, dynamic=True,
-                             backend="aot_eager")
-    for sizes in ((70, 40, 24), (65, 9, 7), (257, 136, 129)):
-        case = cases.product(*sizes, FP16)
+def of_two_sizes(three):
+    """Two of three cases, none of which has a size of 1; and of attention with a width that has gradients."""
+    return three[:2] if three[0].name.startswith("attention") else (three[0], three[2])
+
+
+@pytest.mark.parametrize("three", cases.IN_TURN, ids=lambda three: three[0].name)
+def test_a_compiled_function_takes_other_sizes(three):
+    """One graph serves both, whose sizes are symbols."""
+    torch.compiler.reset()
+    graphs = []
+
+    def backend(graph, operands):
+        graphs.append(graph)
+        return graph
+
+    run = three[0].run
+    compiled = torch.compile(lambda *operands: run(*operands), fullgraph=True, dynamic=True, backend=backend)
+    for case in of_two_sizes(three):
         operands = case.operands()
         case.check(operands, compiled(*operands))
+    assert len(graphs) == 1
+
+
+@pytest.mark.parametrize("three", [three for three in cases.IN_TURN if three[0].wants_gradients],
+                         ids=lambda three: three[0].name)
+def test_gradients_of_a_compiled_function_take_other_sizes(three):
+    torch.compiler.reset()
+    run = three[0].run
+    compiled = torch.compile(lambda *operands: run(*operands), fullgraph=True, dynamic=True, backend="aot_eager")
+    for case in of_two_sizes(three):
+        operands, wanted = with_gradients(case)
+        results = differentiable(tensors(case.run(*operands)))
+        d = [numbers(*each.shape, dtype=each.dtype, seed=11) for each in results]
+        expected = torch.autograd.grad(results, wanted, d)
+        found = torch.autograd.grad(differentiable(tensors(compiled(*operands))), wanted, d)
+        for one, other in zip(found, expected):
+            alike(one, other, 256 if one.dtype == FP32 else 8)
 
 
 def test_fake_tensors_have_the_layouts_of_results():
@@ -671,10 +748,10 @@ def test_refusal(call):
 
 
 def test_plans_are_not_kept_without_end(monkeypatch):
-    monkeypatch.setattr(fused_kernels, "_MOST_PLANS", 3)
-    fused_kernels._plans.clear()
+    monkeypatch.setattr(binding, "_MOST_PLANS", 3)
+    binding._plans.clear()
     for rows in range(1, 9):
         case = cases.product(rows, 8, 8, FP16)
         operands = case.operands()
         case.check(operands, case.run(*operands))
-        assert len(fused_kernels._plans) <= 3
+        assert len(binding._plans) <= 3

@@ -132,7 +132,7 @@ def main():
     problems = []
     for name, case, by_pytorch in rows():
         for backward in (False, True) if case.wants_gradients else (False,):
-            torch._dynamo.reset()
+            torch.compiler.reset()
             torch.set_float32_matmul_precision("high" if name.endswith("tf32") else "highest")
             label = name + ("; with backward" if backward else "")
             times, own, other = measure(case, by_pytorch, backward)

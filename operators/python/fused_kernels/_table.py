@@ -1,0 +1,305 @@
+"""The operators, one row each. From the rows come the types of the library's functions, the descriptions that it is
+given, and what PyTorch is told: schemas, layouts of results without a call, gradients. Nothing here needs PyTorch; what
+is checked here are a tensor's shape, strides and type."""
+
+import dataclasses
+import functools
+import typing
+
+from ._header import (FK_BFLOAT16, FK_FLOAT16, FK_FLOAT32, FK_TF32, FK_TF32X3, fk_attention, fk_attention_gradients,
+                      fk_clifford, fk_diffusion, fk_gating, fk_gradients, fk_product, fk_softmax, fk_strides)
+
+# Numbers are part of what a plan is found by. So they are converted first: a tensor as a key would be compared by
+# identity, and its first value would be used for ever. Of each type in a schema, the expression that converts:
+PYTHON = {"bool": "bool({0})", "int": "operator.index({0})", "float?": "None if {0} is None else float({0})",
+          "int[]": "tuple(map(operator.index, {0}))", "str": "{0}"}
+
+
+@dataclasses.dataclass(eq=False)
+class Operator:
+    """A function of the library as an operator of tensors.
+
+    A name in `reads` or `writes` that ends with ? may be None. A result with the name of a number, such as log_sums, is
+    None unless that number is true; the gradient d_x is where the operand x is. The C function gets NULL for None."""
+
+    name: str  # torch.ops.fused_kernels.NAME
+    function: str  # of the library
+    struct: type  # its description
+    types: dict  # of operands and results: fk_type by the names of PyTorch's types
+    reads: str  # operands, in the C function's order; gradients d_... come first
+    writes: str  # results, in that order
+    # The dimensions of each operand and result; x says them for d_x, too. A struct's field of the name of a dimension
+    # has its size. One that ends with ? may be missing, as the first of a batch. What is not in `like` is contiguous.
+    shapes: dict
+    dtypes: dict = dataclasses.field(default_factory=dict)  # of those with other types: "int64", or several names
+    like: dict = dataclasses.field(default_factory=dict)  # results that lie in memory as an operand does
+    strides: dict = dataclasses.field(default_factory=dict)  # the fields for those that need not be contiguous
+    first: str = ""  # operands that are looked at before the others, in this order
+    # What is no tensor: name -> (type in the operator's schema, one of PYTHON, and the default).
+    numbers: dict = dataclasses.field(default_factory=dict)
+    given: typing.Callable = None  # numbers -> sizes of dimensions and fields; called before operands are looked at
+    finish: typing.Callable = None  # (fields, operands, numbers) -> fields that are others; called after that
+    autocast: typing.Callable = None  # numbers -> whether torch.autocast converts operands; None: it does not
+    # The name of the row of the gradients; or a function (ctx, *gradients) -> gradients of all inputs; or None.
+    backward: object = None
+    refusal: str = ""  # what is said where an operand that has no gradient requires one
+    returns: str = ""  # results in the order in which Python returns them, if it is not that of `writes`
+
+    @functools.cached_property
+    def operands(self):
+        return tuple(each.rstrip("?") for each in self.reads.split())
+
+    @functools.cached_property
+    def results(self):
+        return tuple(each.rstrip("?") for each in self.writes.split())
+
+    @functools.cached_property
+    def returned(self):
+        return tuple(self.returns.split()) or self.results
+
+    @functools.cached_property
+    def order(self):
+        """Operands as they are looked at."""
+        first = [each for each in self.first.split() if each in self.operands]
+        return *first, *(each for each in self.operands if each not in first)
+
+    @functools.cached_property
+    def optional(self):
+        """Whether each operand may be None."""
+        return tuple(each.endswith("?") for each in self.reads.split())
+
+    @property
+    def schema(self):
+        """(Tensor x, Tensor? b, bool flag=True) -> (Tensor, Tensor)."""
+        inputs = [f"Tensor{'?' * may_be_none} {name}" for name, may_be_none in zip(self.operands, self.optional)]
+        inputs += [f"{kind} {name}={list(default) if isinstance(default, tuple) else default!r}"
+                   for name, (kind, default) in self.numbers.items()]
+        results = ", ".join(["Tensor"] * len(self.results))
+        return f"({', '.join(inputs)}) -> {results if len(self.results) == 1 else f'({results})'}"
+
+    def shape_of(self, name):
+        """The names of its dimensions."""
+        return self.shapes[name if name in self.shapes else name.removeprefix("d_")].split()
+
+    def sizes_of(self, name, sizes):
+        return tuple(sizes[each] for each in self.shape_of(name) if sizes[each] is not None)
+
+    def is_written(self, name, operands, numbers):
+        """Whether there is this result."""
+        return bool(numbers.get(name, True)) and operands.get(name.removeprefix("d_"), self) is not None
+
+    def sizes(self, operands, known=()):
+        """The size of each dimension by its name, where those that are `known` are not asked for: of numbers or, if
+        PyTorch traces a program, of symbols. Nothing is compared but the count of dimensions."""
+        sizes = dict(known)
+        for name in self.order:
+            names = self.shape_of(name)
+            if operands[name] is None or all(each in sizes for each in names):
+                continue
+            shape, count = tuple(operands[name].shape), len(names)
+            if names[0].endswith("?") and sizes.get(names[0], self) is None:  # known to be missing
+                names, count = names[1:], count - 1
+            elif names[0].endswith("?") and names[0] not in sizes:
+                check(len(shape) in (count - 1, count),
+                      f"{name} has the shape {shape}; it has to have {count - 1} or {count} dimensions")
+                if len(shape) < count:
+                    sizes[names[0]], names, count = None, names[1:], count - 1
+            check(len(shape) == count, f"{name} has the shape {shape}; it has to have {count} dimensions")
+            for each, size in zip(names, shape):
+                sizes.setdefault(each, size)
+        return sizes
+
+    def check(self, operands, numbers):
+        """(sizes, fields of a description) of operands that fit."""
+        fields = self.given(**numbers) if self.given else {}
+        sizes = self.sizes(operands, {each: fields[each] for names in self.shapes.values() for each in names.split()
+                                      if each in fields})
+        first = operands[self.order[0]]
+        fields |= {each.rstrip("?"): size for each, size in sizes.items() if size is not None} | numbers
+        fields["type"] = type_of(self.order[0], first, self.types)
+        for name in self.order:
+            if operands[name] is not None:
+                check_operand(name, operands[name], self.sizes_of(name, sizes), self.dtypes.get(name, nameof(first)))
+                check(name in self.strides or operands[name].is_contiguous(),
+                      f"{name} has the strides {operands[name].stride()}, but it has to be contiguous; call "
+                      ".contiguous() if a copy is acceptable")
+        return sizes, fields | (self.finish(fields, operands, numbers) if self.finish else {})
+
+    def describe(self, fields, layouts):
+        """The description. layouts: (sizes, strides) of operands and results, by their names."""
+        fields = fields | {field: of_rows(name, *layouts[name]) if len(layouts[name][0]) == 2
+                           else of_heads(name, *layouts[name])
+                           for name, field in self.strides.items() if name in layouts}
+        return self.struct(**{name: fields[name] for name, _ in self.struct._fields_[1:] if name in fields})
+
+
+# ---- What is checked, and what is said where it does not hold ------------------------------------------------------
+
+
+def check(condition, sentence):
+    if not condition:
+        raise ValueError(sentence)
+
+
+def nameof(tensor):
+    """Of its type, such as float16."""
+    return str(tensor.dtype).removeprefix("torch.")
+
+
+def type_of(name, tensor, types):
+    """What `types` has for the type of a tensor."""
+    check(nameof(tensor) in types, f"{name} is torch.{nameof(tensor)}; it has to be torch.{' or torch.'.join(types)}")
+    return types[nameof(tensor)]
+
+
+def check_operand(name, tensor, shape, types):
+    """types: their names, with spaces between them."""
+    check(tuple(tensor.shape) == shape, f"{name} has the shape {tuple(tensor.shape)}; it has to be {shape}")
+    type_of(name, tensor, dict.fromkeys(types.split()))
+
+
+def of_rows(name, sizes, strides):
+    """How far rows of a matrix are apart, in elements; 0 for a single row."""
+    (rows, cols), (by_row, by_col) = sizes, strides
+    check((cols <= 1 or by_col == 1) and (rows <= 1 or by_row > 0),
+          f"{name} has the strides {tuple(strides)}, but elements of a row have to be neighbours and rows have to "
+          "have memory of their own; call .contiguous() if a copy is acceptable")
+    return by_row if rows > 1 else 0
+
+
+def of_heads(name, sizes, strides):
+    """The fk_strides of (batch, rows, heads, width)."""
+    check((sizes[3] <= 1 or strides[3] == 1) and all(by > 0 for size, by in zip(sizes[:3], strides) if size > 1),
+          f"{name} has the strides {tuple(strides)}, but elements of the last dimension have to be neighbours and no "
+          "dimension may be expanded; call .contiguous() if a copy is acceptable")
+    return fk_strides(*strides[:3])
+
+
+# ---- What single rows need -----------------------------------------------------------------------------------------
+
+HALF, BRAIN, SINGLE = {"float16": FK_FLOAT16}, {"bfloat16": FK_BFLOAT16}, {"float32": FK_FLOAT32}
+MATH = {"fp32": FK_FLOAT32, "tf32": FK_TF32, "tf32x3": FK_TF32X3}  # of operands in fp32
+# The algebras of the Clifford products: (p, q, r), how many basis vectors square to 1, to -1 and to 0 -> how many
+# triples of grades there are.
+TRIPLES = {(2, 0, 0): 10, (3, 0, 0): 20, (3, 0, 1): 34, (1, 3, 0): 35, (4, 1, 0): 56}
+
+
+def type_of_product(fields, operands, numbers):
+    math, a = numbers["math"], operands["a"]
+    check(math in MATH, f"math is {math!r}; it has to be {' or '.join(map(repr, MATH))}")
+    check(math == "fp32" or fields["type"] == FK_FLOAT32,
+          f"math is {math!r}, but a is {a.dtype}; it has to be torch.float32")
+    return {"type": MATH[math]} if fields["type"] == FK_FLOAT32 else {}
+
+
+def gradients_of_product(ctx, d):
+    a, b = ctx.saved_tensors
+    return d @ b.t() if ctx.needs_input_grad[0] else None, a.t() @ d if ctx.needs_input_grad[1] else None, None
+
+
+def scale_of_attention(fields, operands, numbers):
+    return {"scale": max(fields["width"], 1)**-0.5 if numbers["scale"] is None else numbers["scale"]}
+
+
+def algebra(signature, normed):
+    check(signature in TRIPLES, f"the signature is {signature}; it has to be one of {', '.join(map(str, TRIPLES))}")
+    return dict(zip("pqr", signature), blades=2**sum(signature), triples=TRIPLES[signature])
+
+
+# ---- The table -----------------------------------------------------------------------------------------------------
+
+
+def gradients_of(forward, function, reads, writes, what, **others):
+    """The row of the gradients of an operator; what is not said here is as there."""
+    own = dict(name=f"{forward.name}_backward", function=function, reads=reads, writes=writes, returns="",
+               first=forward.reads, like={}, strides={}, autocast=None, backward=None,
+               refusal=f"the library has no second derivative of {what}")
+    return dataclasses.replace(forward, **own | others)
+
+
+PRODUCT = Operator(
+    name="product", function="fk_product_forward", struct=fk_product, types=HALF | BRAIN | SINGLE,
+    reads="a b", writes="c", shapes=dict(a="rows depth", b="depth cols", c="rows cols"),
+    strides=dict(a="a_stride", b="b_stride"), numbers=dict(math=("str", "fp32")), finish=type_of_product,
+    autocast=lambda math: math == "fp32", backward=gradients_of_product)
+
+GATING = Operator(
+    name="gating", function="fk_gating_forward", struct=fk_gating, types=HALF, reads="x w1 w2 b1 b2", writes="out",
+    shapes=dict(x="rows inputs", w1="inputs hidden", w2="inputs hidden", b1="hidden", b2="hidden", out="rows hidden"),
+    strides=dict(x="x_stride"), autocast=lambda *numbers: True, backward="gating_backward")
+
+ATTENTION = Operator(
+    name="attention", function="fk_attention_forward", struct=fk_attention, types=HALF | BRAIN,
+    reads="q k v", writes="out log_sums?",
+    shapes=dict(q="batch queries heads width", k="batch keys kv_heads width", v="batch keys kv_heads width",
+                out="batch queries heads width", log_sums="batch heads queries"),
+    dtypes=dict(log_sums="float32"), like=dict(out="q"),
+    strides=dict(q="q_strides", k="k_strides", v="v_strides", out="out_strides"),
+    numbers=dict(causal=("bool", False), scale=("float?", None), log_sums=("bool", False)),
+    finish=scale_of_attention, autocast=lambda *numbers: True, backward="attention_backward")
+
+DIFFUSION = Operator(
+    name="diffusion", function="fk_diffusion_forward", struct=fk_diffusion, types=BRAIN,
+    reads="x basis mass evalues times", writes="spectral out", returns="out spectral",
+    shapes=dict(x="meshes? vertices width", basis="meshes? vertices eigen", mass="meshes? vertices",
+                evalues="meshes? eigen", times="width", spectral="meshes? eigen width", out="meshes? vertices width"),
+    given=lambda: {"meshes": 1}, backward="diffusion_backward",
+    refusal="the diffusion has no gradient of basis, mass or evalues; call detach() on them")
+
+SOFTMAX = Operator(
+    name="softmax", function="fk_softmax_forward", struct=fk_softmax, types=SINGLE, reads="x w", writes="probs",
+    shapes=dict(x="rows inputs", w="inputs classes", probs="rows classes"), backward="softmax_backward")
+
+CROSS_ENTROPY = Operator(
+    name="cross_entropy", function="fk_cross_entropy_forward", struct=fk_softmax, types=SINGLE,
+    reads="x w labels", writes="losses logits log_sums",
+    shapes=dict(x="rows inputs", w="inputs classes", labels="rows", losses="rows", logits="rows classes",
+                log_sums="rows"),
+    dtypes=dict(labels="int64"), backward="cross_entropy_backward")
+
+GRADIENT_FEATURES = Operator(
+    name="gradient_features", function="fk_gradients_forward", struct=fk_gradients, types=BRAIN,
+    reads="x gr gi lr li", writes="out",
+    shapes=dict(x="eigen width", gr="vertices eigen", gi="vertices eigen", lr="width width", li="width width",
+                out="vertices width"),
+    backward="gradient_features_backward",
+    refusal="the gradient features have no gradient of gr or gi; call detach() on them")
+
+CLIFFORD = Operator(
+    name="clifford", function="fk_clifford_forward", struct=fk_clifford, types=SINGLE, reads="x y w", writes="out",
+    shapes=dict(x="blades batch features", y="blades batch features", w="features triples",
+                out="blades batch features"),
+    numbers=dict(signature=("int[]", (3, 0, 0)), normed=("bool", True)), given=algebra,
+    backward="clifford_backward")
+
+CLIFFORD_CONNECTED = dataclasses.replace(
+    CLIFFORD, name="clifford_connected", function="fk_clifford_connected_forward",
+    shapes=CLIFFORD.shapes | dict(w="triples features features"), backward="clifford_connected_backward")
+
+OPERATORS = {each.name: each for each in (
+    PRODUCT,
+    GATING,
+    gradients_of(GATING, "fk_gating_backward", "d_out x w1 w2 b1 b2", "d_x d_w1 d_w2 d_b1 d_b2", "the gated layer",
+                 strides=dict(x="x_stride", d_out="out_stride")),
+    ATTENTION,
+    gradients_of(ATTENTION, "fk_attention_backward", "d_out q k v out log_sums", "d_q d_k d_v", "attention",
+                 struct=fk_attention_gradients, like=dict(d_q="q", d_k="k", d_v="v"),
+                 strides={each: f"{each}_strides" for each in "q k v out d_out d_q d_k d_v".split()},
+                 numbers=dict(list(ATTENTION.numbers.items())[:2])),
+    DIFFUSION,
+    gradients_of(DIFFUSION, "fk_diffusion_backward", "d_out d_spectral basis mass evalues times spectral",
+                 "d_x d_times", "the diffusion", first="d_out basis mass evalues times"),
+    SOFTMAX,
+    gradients_of(SOFTMAX, "fk_softmax_backward", "d_probs x w probs", "d_x d_w", "softmax(x w)"),
+    CROSS_ENTROPY,
+    gradients_of(CROSS_ENTROPY, "fk_cross_entropy_backward", "d_losses x w labels logits log_sums", "d_x d_w",
+                 "the cross-entropy of softmax(x w)"),
+    GRADIENT_FEATURES,
+    gradients_of(GRADIENT_FEATURES, "fk_gradients_backward", "d_out x gr gi lr li", "d_x d_lr d_li",
+                 "the gradient features"),
+    CLIFFORD,
+    gradients_of(CLIFFORD, "fk_clifford_backward", "d_out x y w", "d_x d_y d_w", "the Clifford product"),
+    CLIFFORD_CONNECTED,
+    gradients_of(CLIFFORD_CONNECTED, "fk_clifford_connected_backward", "d_out x y w", "d_x d_y d_w",
+                 "the fully connected Clifford product"),
+)}
