@@ -24,7 +24,10 @@ __device__ inline float gate(float s) { return 0.5f + 0.5f * erff(s * 0.70710678
 __device__ inline float gate_slope(float s) { return 0.39894228f * __expf(-0.5f * s * s); }
 
 // Both gates are factors of the whole product: z = gate(x_0) gate(y_0) (x y). A layer that is not
-// gated has the gate 1.
+// gated has the gate 1, that of a large number. (To choose between the gate and 1 took the backward
+// kernels registers that they do not have.)
+constexpr float kOpen = 1e30f;
+
 template <int W>
 struct Gates {
   Pack<W> x, y;
@@ -32,8 +35,8 @@ struct Gates {
   __device__ __forceinline__ Gates(const Pack<W>& x_0, const Pack<W>& y_0, bool gated = true) {
 #pragma unroll
     for (int e = 0; e < W; ++e) {
-      x.v[e] = gated ? gate(x_0.v[e]) : 1;
-      y.v[e] = gated ? gate(y_0.v[e]) : 1;
+      x.v[e] = gate(gated ? x_0.v[e] : kOpen);
+      y.v[e] = gate(gated ? y_0.v[e] : kOpen);
     }
   }
   __device__ __forceinline__ Pack<W> product() const {
