@@ -265,11 +265,15 @@ FK_API int fk_diffusion_backward(const fk_diffusion* diffusion, const void* d_ou
                                  void* d_x, void* d_times, void* workspace, size_t workspace_bytes,
                                  struct CUstream_st* stream);
 
+/* The type of labels. */
+enum fk_label_type { FK_LABEL_INT64 = 0, FK_LABEL_INT32 = 1 };
+
 /* softmax(x w). */
 typedef struct fk_softmax {
   size_t size; /* sizeof(fk_softmax) */
-  int type;    /* FK_FLOAT32 */
+  int type;    /* FK_FLOAT16, FK_BFLOAT16 or FK_FLOAT32 */
   int64_t rows, inputs, classes;
+  int label_type; /* one of fk_label_type; where there are no labels 0 */
 } fk_softmax;
 
 /* How many bytes of workspace fk_softmax_forward() needs on the current device.
@@ -279,9 +283,11 @@ FK_API int fk_softmax_workspace(const fk_softmax* softmax, size_t* bytes);
 /* probs = softmax(x w), row by row, as lesson 9 has it. Shapes: x (rows, inputs), w (inputs,
  * classes), probs (rows, classes); all row-major and dense. Each size is at least 1; rows and
  * inputs are at most 2^30, classes at most 65535 * 4096. A logit of -inf has the probability 0; a
- * row of only -inf becomes NaN. Type: fp32, multiplied in fp32, or as accurately by three products
- * in TF32. Alignment: each pointer to 16 bytes. Written: probs, which must not overlap an operand.
- * Device: any that the library is built for. */
+ * row of only -inf becomes NaN. Type: that of the description for all three. FK_FLOAT32 is
+ * multiplied in fp32, or as accurately by three products in TF32. FK_FLOAT16 and FK_BFLOAT16 are
+ * added up in fp32, and stay so until probs are rounded: a logit may be beyond the range of fp16.
+ * Alignment: each pointer to 16 bytes. Written: probs, which must not overlap an operand. Device:
+ * compute capability 8.0 and newer; for FK_FLOAT32 any that the library is built for. */
 FK_API int fk_softmax_forward(const fk_softmax* softmax, const void* x, const void* w, void* probs,
                               void* workspace, size_t workspace_bytes, struct CUstream_st* stream);
 
@@ -435,8 +441,10 @@ FK_API int fk_softmax_backward_workspace(const fk_softmax* softmax, size_t* byte
 /* The gradients of fk_softmax_forward(), which has written probs. With g = probs * (d_probs - the
  * sum of d_probs * probs over each row): d_x = g w^T and d_w = x^T g. Shapes: d_probs that of
  * probs, d_x and d_w those of x and w. Each size is at least 1; rows and classes are at most 2^24,
- * inputs at most 2^26. Type: fp32, multiplied as in forward. Alignment and device: as forward.
- * Written: d_x and d_w, which must not overlap an operand. */
+ * inputs at most 2^26. Type: that of the description for all, multiplied as in forward. g is
+ * computed in fp32, and rounded to the type before the products: in fp16 what is below 2^-25
+ * becomes 0, so scale losses as for PyTorch's own fp16. Alignment and device: as forward. Written:
+ * d_x and d_w, which must not overlap an operand. */
 FK_API int fk_softmax_backward(const fk_softmax* softmax, const void* d_probs, const void* x,
                                const void* w, const void* probs, void* d_x, void* d_w,
                                void* workspace, size_t workspace_bytes, struct CUstream_st* stream);
@@ -451,10 +459,12 @@ FK_API int fk_cross_entropy_workspace(const fk_softmax* softmax, size_t* bytes);
  * and have not. A label is a class from 0 on; where it is none, such as -100, the row's loss is 0.
  * Shapes: x (rows, inputs), w (inputs, classes), labels, losses and log_sums (rows), logits (rows,
  * classes); all row-major and dense. Each size is at least 1; rows and classes are at most 2^24,
- * inputs at most 2^26. Type: fp32, multiplied in fp32, or as accurately by three products in TF32;
- * labels are int64_t. Alignment: each pointer to 16 bytes. Written: losses; and, for the gradients,
- * logits and log_sums. None of them may overlap an operand. Device: any that the library is built
- * for. */
+ * inputs at most 2^26. Type: that of the description for x and w, multiplied as
+ * fk_softmax_forward() has it; labels are int64_t or int32_t, as label_type says. Losses, logits
+ * and log_sums are fp32 for each type. So the loss is that of logits which have not been rounded,
+ * as where PyTorch casts logits to fp32 before its cross-entropy; they take 4 bytes each.
+ * Alignment: each pointer to 16 bytes. Written: losses; and, for the gradients, logits and
+ * log_sums. None of them may overlap an operand. Device: as fk_softmax_forward(). */
 FK_API int fk_cross_entropy_forward(const fk_softmax* softmax, const void* x, const void* w,
                                     const void* labels, void* losses, void* logits, void* log_sums,
                                     void* workspace, size_t workspace_bytes,
@@ -468,8 +478,9 @@ FK_API int fk_cross_entropy_backward_workspace(const fk_softmax* softmax, size_t
  * = d_losses[b] (exp(logits[b][c] - log_sums[b]) - (1 if c is labels[b])), and 0 in a row whose
  * label is no class: d_x = g w^T and d_w = x^T g. Where a log_sum is large, the row's sum is
  * computed once more, relative to its largest logit. Shapes: d_losses that of losses, d_x and d_w
- * those of x and w. Sizes, type, alignment and device: as forward. Written: d_x and d_w, which must
- * not overlap an operand. */
+ * those of x and w. Types: d_losses are fp32, d_x and d_w as x and w; g is rounded to their type as
+ * fk_softmax_backward() says. Sizes, other types, alignment and device: as forward. Written: d_x
+ * and d_w, which must not overlap an operand. */
 FK_API int fk_cross_entropy_backward(const fk_softmax* softmax, const void* d_losses, const void* x,
                                      const void* w, const void* labels, const void* logits,
                                      const void* log_sums, void* d_x, void* d_w, void* workspace,

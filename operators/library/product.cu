@@ -1,5 +1,7 @@
 // The products of operators/product, as the library exports them.
 
+#include <algorithm>
+
 #include "operators/library/call.h"
 #include "operators/library/products.h"
 #include "operators/product/fp32.cuh"
@@ -90,6 +92,33 @@ std::vector<operators::Way> operators::library::half_product_ways(
     const Workspace& workspace, const Memory<half>& a, const Memory<half>& b, const Memory<half>& c,
     ProductShape shape, RowStrides strides) {
   return HalfProduct<half>(workspace, a, b, c, shape, strides).ways();
+}
+
+template <typename T>
+static std::vector<operators::Way> half_product_steps(const operators::Workspace& workspace,
+                                                      const operators::Memory<T>& a,
+                                                      const operators::Memory<T>& b,
+                                                      const operators::Memory<T>& c,
+                                                      ProductShape shape, RowStrides strides) {
+  const auto ways = HalfProduct<T>(workspace, a, b, c, shape, strides).ways();
+  const auto best = std::min_element(ways.begin(), ways.end(),
+                                     [](const operators::Way& one, const operators::Way& other) {
+                                       return one.microseconds < other.microseconds;
+                                     });
+  if (best == ways.end()) return {};
+  return {*best};
+}
+
+std::vector<operators::Way> operators::library::product_steps(
+    const Workspace& workspace, const Memory<half>& a, const Memory<half>& b, const Memory<half>& c,
+    ProductShape shape, RowStrides strides) {
+  return half_product_steps<half>(workspace, a, b, c, shape, strides);
+}
+
+std::vector<operators::Way> operators::library::product_steps(
+    const Workspace& workspace, const Memory<__nv_bfloat16>& a, const Memory<__nv_bfloat16>& b,
+    const Memory<__nv_bfloat16>& c, ProductShape shape, RowStrides strides) {
+  return half_product_steps<__nv_bfloat16>(workspace, a, b, c, shape, strides);
 }
 
 std::vector<operators::Way> operators::library::fp32_product_ways(const Workspace& workspace,

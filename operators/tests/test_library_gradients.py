@@ -6,10 +6,10 @@ import struct
 
 import pytest
 
-from test_library import (BAD_ARGUMENT, BAD_SHAPE, BAD_ALIGNMENT, BFLOAT16, FLOAT16, FLOAT32, ROUNDING, Call, Strides,
-                          call_at_the_same_time, call_in_turn, for_each, fused_kernels, in_turn, library, name_of, near,
-                          numbers, packed, refuse_a_damaged_workspace, refuse_what_is_damaged, run_as_another_gpu,
-                          strided, unpacked)
+from test_library import (BAD_ARGUMENT, BAD_SHAPE, BAD_ALIGNMENT, BFLOAT16, BYTES, FLOAT16, FLOAT32, ROUNDING, TF32,
+                          Call, Strides, call_at_the_same_time, call_in_turn, for_each, fused_kernels, in_turn, library,
+                          name_of, near, numbers, packed, refuse_a_damaged_workspace, refuse_what_is_damaged,
+                          run_as_another_gpu, strided, unpacked)
 
 HALF, FP32 = 2.0**-11 * 1.01, 2.0**-20
 LEAST = 2.0**-25  # fp16 has nothing between multiples of 2^-24
@@ -95,12 +95,17 @@ class OfLogits(Backward):
     Description, WRITTEN = fused_kernels.fk_softmax, ("d_x", "d_w")
 
     def are_gradients_of(self, g, far):
-        """Whether d_x and d_w come of these gradients of logits, which may be off by so much."""
+        """Whether d_x and d_w come of these gradients of logits, which may be off by so much, and are rounded to the
+        type before the products, as the results after them."""
+        kind, least = self.description.type, LEAST if self.description.type == FLOAT16 else 0
+        rounding = 1.01 * ROUNDING.get(kind, 0)
+        far = [[off + rounding * abs(each) + least for each, off in zip(*row)] for row in zip(g, far)]
         of_w, far_w = added_up(g, self.x, far, "columns")
         for name, value, off in (("d_x", *added_up(g, self.w, far, "rows")),
                                  ("d_w", list(zip(*of_w)), list(zip(*far_w)))):
             value = flat(value)
-            if not near(self.found(name, FLOAT32, 1, len(value)), value, flat(off)):
+            bound = [rounding * abs(number) + each + least for number, each in zip(value, flat(off))]
+            if not near(self.found(name, kind, 1, len(value)), value, bound):
                 return False
         return True
 
@@ -108,16 +113,16 @@ class OfLogits(Backward):
 class SoftmaxBackward(OfLogits):
     NAME, NAMES = "softmax_backward", ("d_probs", "x", "w", "probs", *OfLogits.WRITTEN)
 
-    def __init__(self, library, rows=20, inputs=24, classes=40, seed=0):
+    def __init__(self, library, rows=20, inputs=24, classes=40, seed=0, type=FLOAT32):
         self.x = [numbers(inputs, seed + i) for i in range(rows)]
         self.d_probs = [numbers(classes, seed + 2 * i) for i in range(rows)]
         self.w = [numbers(classes, seed + 3 * i) for i in range(inputs)]
         # Any numbers will do, whose products are exact.
         self.probs = [[abs(number) / 4 for number in numbers(classes, seed + 5 * i)] for i in range(rows)]
-        description = self.Description(ctypes.sizeof(self.Description), FLOAT32, rows, inputs, classes)
+        description = self.Description(ctypes.sizeof(self.Description), type, rows, inputs, classes)
         super().__init__(library, description, {
-            **{name: packed(flat(getattr(self, name)), FLOAT32) for name in ("d_probs", "x", "w", "probs")},
-            "d_x": b"\xff" * (4 * rows * inputs), "d_w": b"\xff" * (4 * inputs * classes)})
+            **{name: packed(flat(getattr(self, name)), type) for name in ("d_probs", "x", "w", "probs")},
+            "d_x": b"\xff" * (BYTES[type] * rows * inputs), "d_w": b"\xff" * (BYTES[type] * inputs * classes)})
 
     def result_is_right(self):
         g, far = [], []
@@ -133,8 +138,10 @@ class CrossEntropyBackward(OfLogits):
     NAME = "cross_entropy_backward"
     NAMES = ("d_losses", "x", "w", "labels", "logits", "log_sums", *OfLogits.WRITTEN)
 
-    def __init__(self, library, rows=20, inputs=24, classes=40, seed=0, large=0):
-        """large: a number that is added to all logits; then log_sums are what forward would have written."""
+    def __init__(self, library, rows=20, inputs=24, classes=40, seed=0, large=0, type=FLOAT32, label_type=0,
+                 hard=False):
+        """large: a number that is added to all logits; then log_sums are what forward would have written. hard: every
+        third class has a logit of -inf, and rows whose labels are no classes have it in all."""
         self.x = [numbers(inputs, seed + i) for i in range(rows)]
         self.w = [numbers(classes, seed + 3 * i) for i in range(inputs)]
         self.labels = [(-100, classes)[i % 2] if i % 7 == 6 else (seed + 5 * i) % classes for i in range(rows)]
@@ -146,12 +153,19 @@ class CrossEntropyBackward(OfLogits):
                              for row, log_sum in zip(self.logits, self.log_sums)]
         self.log_sums = [large + each for each in self.log_sums]
         self.logits = [[large + each for each in row] for row in self.logits]
-        description = self.Description(ctypes.sizeof(self.Description), FLOAT32, rows, inputs, classes)
+        for i, label in enumerate(self.labels if hard else []):
+            none = not 0 <= label < classes
+            for c in range(classes):
+                if none or c % 3 == 1:
+                    self.logits[i][c], self.exponentials[i][c] = -math.inf, 0.0
+            self.log_sums[i] = -math.inf if none else self.log_sums[i]
+        description = self.Description(ctypes.sizeof(self.Description), type, rows, inputs, classes, label_type)
         super().__init__(library, description, {
             **{name: packed(getattr(self, name), FLOAT32) for name in ("d_losses", "log_sums")},
-            **{name: packed(flat(getattr(self, name)), FLOAT32) for name in ("x", "w", "logits")},
-            "labels": struct.pack(f"{rows}q", *self.labels),
-            "d_x": b"\xff" * (4 * rows * inputs), "d_w": b"\xff" * (4 * inputs * classes)})
+            **{name: packed(flat(getattr(self, name)), type) for name in ("x", "w")},
+            "logits": packed(flat(self.logits), FLOAT32),
+            "labels": struct.pack(f"{rows}{'i' if label_type else 'q'}", *self.labels),
+            "d_x": b"\xff" * (BYTES[type] * rows * inputs), "d_w": b"\xff" * (BYTES[type] * inputs * classes)})
 
     def result_is_right(self):
         g, far, classes = [], [], self.description.classes
@@ -294,12 +308,20 @@ CALLS = [
     (CrossEntropyBackward, dict(rows=1, inputs=1, classes=1)),
     (CrossEntropyBackward, dict(rows=65, inputs=7, classes=9)),
     (CrossEntropyBackward, dict(rows=5, inputs=33, classes=300)),
+    *((kind, options | dict(type=type)) for type in (FLOAT16, BFLOAT16)
+      for kind in (SoftmaxBackward, CrossEntropyBackward) for options in (
+          dict(rows=16), dict(rows=1, inputs=1, classes=1), dict(rows=65, inputs=7, classes=9),
+          dict(rows=5, inputs=33, classes=300), dict(rows=9, inputs=24, classes=601))),
+    *((CrossEntropyBackward, dict(rows=30, hard=True, type=type)) for type in (FLOAT16, BFLOAT16, FLOAT32)),
+    *((CrossEntropyBackward, dict(label_type=1, type=type)) for type in (FLOAT16, FLOAT32)),
     *ATTENTION,
 ]
 SLOW = [
     (GatedBackward, dict(rows=300, inputs=64, hidden=72)),
     (SoftmaxBackward, dict(rows=150, inputs=60, classes=130)),
     (CrossEntropyBackward, dict(rows=150, inputs=60, classes=130)),
+    *((kind, dict(rows=rows, inputs=20, classes=classes, type=type)) for rows, classes in ((150, 130), (6, 5001))
+      for kind in (SoftmaxBackward, CrossEntropyBackward) for type in (FLOAT16, BFLOAT16)),
     (AttentionBackward, dict(queries=150, keys=300, heads=2, width=128, causal=1, type=BFLOAT16)),
     (AttentionBackward, dict(queries=300, keys=280, heads=1, width=64, causal=1)),
 ]
@@ -356,6 +378,8 @@ IN_TURN = [
     (GatedBackward, [dict(rows=70, inputs=72, hidden=66), dict(rows=3, inputs=8, hidden=8), dict(rows=200)]),
     *((kind, [dict(rows=70, inputs=40, classes=130), dict(rows=3, inputs=8, classes=5), dict(rows=9, classes=600)])
       for kind in (SoftmaxBackward, CrossEntropyBackward)),
+    *((kind, [dict(rows=70, inputs=40, classes=130, type=BFLOAT16), dict(rows=3, inputs=8, classes=5, type=BFLOAT16),
+              dict(rows=9, classes=300)]) for kind in (SoftmaxBackward, CrossEntropyBackward)),
     (AttentionBackward, [dict(keys=150, width=64), dict(queries=1, width=8), dict(queries=70, width=72)]),
 ]
 
@@ -384,7 +408,8 @@ WRONG = {
         *((dict(rows=value), BAD_SHAPE) for value in (0, -1, (1 << 24) + 1, 1 << 40)),
         *((dict(inputs=value), BAD_SHAPE) for value in (0, -1, (1 << 26) + 1)),
         *((dict(classes=value), BAD_SHAPE) for value in (0, -1, (1 << 24) + 1)),
-        *((dict(type=value), BAD_ARGUMENT) for value in (0, FLOAT16, BFLOAT16)),
+        *((dict(type=value), BAD_ARGUMENT) for value in (0, TF32, 77)),
+        *((dict(label_type=value), BAD_ARGUMENT) for value in (-1, 2, 77)),
     ]),
     AttentionBackward: [
         *((dict(batch=value), BAD_SHAPE) for value in (0, -1, 1 << 40, 1 << 23)),

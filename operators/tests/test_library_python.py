@@ -3,6 +3,7 @@
 
 import ctypes
 import dataclasses
+import functools
 import importlib
 import importlib.util
 import re
@@ -60,7 +61,7 @@ def test_functions():
 def test_constants():
     constants = {name: int(value) for name, value in re.findall(r"\b(FK_\w+) = (\d+)", TEXT)}
     constants["FK_VERSION"] = int(re.search(r"#define FK_VERSION (\d+)", (HEADER / "fused_kernels.h").read_text())[1])
-    assert len(constants) == 32
+    assert len(constants) == 34
     assert {name: value for name, value in vars(fused_kernels).items() if name.startswith("FK_")} == constants
 
 
@@ -226,6 +227,12 @@ class Dense:
         return 8, 1
 
 
+def typed(dtype, *shape):
+    tensor = Dense(*shape)
+    tensor.dtype = f"torch.{dtype}"
+    return tensor
+
+
 class Turned(Dense):
     def is_contiguous(self):
         return False
@@ -239,7 +246,14 @@ class Turned(Dense):
     ("product", dict(a=Dense(8, 8), b=Dense(9, 8)), r"b has the shape \(9, 8\); it has to be \(8, 8\)"),
     ("gating", dict(x=Dense(3, 8), w1=Turned(8, 4), w2=Dense(8, 4), b1=Dense(4), b2=Dense(4)),
      r"w1 has the strides \(1, 9\), but it has to be contiguous; call .contiguous\(\) if a copy is acceptable"),
-    ("softmax", dict(x=Dense(3, 8), w=Dense(8, 4)), "x is torch.float16; it has to be torch.float32"),
+    ("softmax", dict(x=typed("float64", 3, 8), w=Dense(8, 4)),
+     "x is torch.float64; it has to be torch.float16 or torch.bfloat16 or torch.float32"),
+    ("softmax", dict(x=Dense(3, 8), w=typed("float32", 8, 4)), "w is torch.float32; it has to be torch.float16"),
+    ("cross_entropy", dict(x=Dense(3, 8), w=Dense(8, 4), labels=typed("int16", 3)),
+     "labels is torch.int16; it has to be torch.int64 or torch.int32"),
+    ("cross_entropy_backward", dict(d_losses=Dense(3), x=Dense(3, 8), w=Dense(8, 4), labels=typed("int32", 3),
+                                    logits=typed("float32", 3, 4), log_sums=typed("float32", 3)),
+     "d_losses is torch.float16; it has to be torch.float32"),
     ("clifford", dict(x=Dense(4, 2, 4), y=Dense(4, 2, 4), w=Dense(4, 20)), "x is torch.float16"),
     ("diffusion", dict(x=Dense(8), basis=Dense(8, 8), mass=Dense(8), evalues=Dense(8), times=Dense(8)),
      r"x has the shape \(8,\); it has to have 2 or 3 dimensions"),
@@ -250,6 +264,22 @@ def test_operands_that_do_not_fit(name, operands, words):
     row = OPERATORS[name]
     with pytest.raises(ValueError, match=words):
         row.check(operands, {each: default for each, (_, default) in row.numbers.items()})
+
+
+@pytest.mark.parametrize("name", ["cross_entropy", "cross_entropy_backward"])
+@pytest.mark.parametrize("dtype", ["float16", "bfloat16", "float32"])
+@pytest.mark.parametrize("labels", ["int64", "int32"])
+def test_types_of_a_cross_entropy(name, dtype, labels):
+    """Losses, logits and log_sums are fp32 beside operands of any type."""
+    row, single = OPERATORS[name], functools.partial(typed, "float32")
+    operands = dict(d_losses=single(3), x=typed(dtype, 3, 8), w=typed(dtype, 8, 4), labels=typed(labels, 3),
+                    logits=single(3, 4), log_sums=single(3))
+    _, fields = row.check({each: operands[each] for each in row.operands}, {})
+    description = row.describe(fields, {})
+    assert (description.type, description.label_type) == (
+        getattr(fused_kernels, f"FK_{dtype.upper()}"), getattr(fused_kernels, f"FK_LABEL_{labels.upper()}"))
+    assert [row.dtypes.get(each) for each in row.results if not each.startswith("d_")] == ["float32"] * (
+        3 if name == "cross_entropy" else 0)
 
 
 def test_every_entry_point_is_called_with_shapes_in_turn():

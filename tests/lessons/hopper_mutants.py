@@ -42,7 +42,7 @@ KERNEL = "operators/product/product.cuh"  # judged with hopper_product
 # What is put in the place of the program's #include of it, and has the mistakes.
 HEADERS = {
     PRODUCT: (*SHARED, KERNEL, "operators/product/plan.cuh", "operators/product/sliced.cuh",
-              "operators/product/tf32.cuh", "operators/softmax/transposed_product.cuh",
+              "operators/product/tf32.cuh", "operators/product/split_tf32.cuh",
               "operators/product/tf32_product.cuh"),
     "operators_gating": ("operators/gating/rows.cuh", "operators/gating/resident.cuh", "operators/gating/portable.cuh",
                          "operators/gating/layer.cuh"),
@@ -54,9 +54,10 @@ HEADERS = {
     "operators_attention": ("operators/attention/hopper.cuh", "operators/attention/layer.cuh"),
     "operators_gradients": (*SHARED, "operators/gradients/features.cuh", "operators/gradients/forward.cuh",
                             "operators/gradients/backward.cuh", "operators/gradients/tiles.cuh"),
-    "operators_softmax": (*SHARED, KERNEL, "operators/softmax/softmax_product.cuh", "operators/softmax/cluster.cuh",
-                          "operators/softmax/plans.cuh", "operators/softmax/exchange.cuh",
-                          "operators/softmax/narrow.cuh", "operators/softmax/transposed_product.cuh",
+    "operators_softmax": (*SHARED, KERNEL, "operators/softmax/softmax_product.cuh",
+                          "operators/softmax/hopper/cluster.cuh", "operators/softmax/hopper/plans.cuh",
+                          "operators/softmax/hopper/exchange.cuh", "operators/softmax/hopper/narrow.cuh",
+                          "operators/softmax/hopper/transposed_product.cuh", "operators/product/split_tf32.cuh",
                           "operators/softmax/few.cuh"),
     "operators_clifford": ("operators/clifford/row_exchange.cuh", "operators/clifford/streamed.cuh",
                            "operators/clifford/layer.cuh"),

@@ -160,22 +160,23 @@ def diffusion_backward(d_out, d_spectral, basis, mass, evalues, times, spectral)
 
 def softmax(x, w):
     """softmax(x w), row by row. Shapes: x (rows, inputs), w (inputs, classes); the result is (rows, classes) and
-    contiguous. Type: torch.float32, multiplied in fp32, or as accurately by three products in TF32. Layout: both are
-    contiguous. A logit of -inf has the probability 0; a row of only -inf becomes NaN.
+    contiguous. Type: torch.float16, torch.bfloat16 or torch.float32 for all. torch.float32 is multiplied in fp32, or as
+    accurately by three products in TF32; the others are added up in fp32, and only the result is rounded. Layout: both
+    are contiguous. A logit of -inf has the probability 0; a row of only -inf becomes NaN.
 
     Gradients: of x and w, by softmax_backward(), always both; an incoming gradient that is not contiguous is copied.
     There are no second derivatives.
 
-    Raises a ValueError for shapes, types or layouts that are not these. Source: operators/softmax; lesson 9 explains
-    it."""
+    Raises a ValueError for shapes, types or layouts that are not these, and a RuntimeError for a GPU below compute
+    capability 8.0 (torch.float32: for none). Source: operators/softmax; lesson 9 explains it."""
     return calls["softmax"](x, w)
 
 
 def softmax_backward(d_probs, x, w, probs):
     """(d_x, d_w), the gradients of softmax(), which has returned probs. With g = probs * (d_probs - the sum of d_probs
     * probs over each row): d_x = g w^T and d_w = x^T g. Shapes: d_probs that of probs, d_x and d_w those of x and w.
-    There are at most 2^24 rows and classes, and 2^26 inputs. Type, layout and errors: as softmax(). Gradients: none.
-    Source: operators/softmax."""
+    There are at most 2^24 rows and classes, and 2^26 inputs. g is computed in fp32, and rounded to the type before the
+    products. Type, layout and errors: as softmax(). Gradients: none. Source: operators/softmax."""
     return calls["softmax_backward"](d_probs, x, w, probs)
 
 
@@ -185,22 +186,24 @@ def cross_entropy(x, w, labels):
     row's loss is 0, and so are its gradients. Such rows count in losses.mean(). PyTorch's cross_entropy() divides by
     the number of the other rows: losses.sum() / (labels >= 0).sum(), where no label is too large. Shapes: x (rows,
     inputs), w (inputs, classes), labels (rows); the result is (rows). There are at most 2^24 rows and classes, and
-    2^26 inputs. Type: torch.float32, multiplied in fp32, or as accurately by three products in TF32; labels are
-    torch.int64. Layout: all are contiguous.
+    2^26 inputs. Type: that of x and w as for softmax(); labels are torch.int64 or torch.int32. The losses are
+    torch.float32, whatever x and w are, and so are the logits: nothing rounds them. Layout: all are contiguous.
 
     Gradients: of x and w, by cross_entropy_backward(), always both; the logits, (rows, classes), are kept for it. An
     incoming gradient that is not contiguous is copied. There are no second derivatives.
 
-    Raises a ValueError for shapes, types or layouts that are not these. Source: operators/softmax; an exercise of
-    lesson 9 explains it."""
+    Raises a ValueError for shapes, types or layouts that are not these, and a RuntimeError as softmax() does. Source:
+    operators/cross_entropy; an exercise of lesson 9 explains it."""
     return calls["cross_entropy"](x, w, labels)[0]
 
 
 def cross_entropy_backward(d_losses, x, w, labels, logits, log_sums):
     """(d_x, d_w), the gradients of cross_entropy(): logits are x w, (rows, classes), and log_sums (rows) the logarithms
     of the sums of each row's exp(logits). With g = d_losses * (exp(logits - log_sums) - (1 at the label)) row by row,
-    and 0 in a row whose label is no class: d_x = g w^T and d_w = x^T g. Shapes: d_losses (rows), d_x and d_w those of x
-    and w. Type, layout and errors: as cross_entropy(). Gradients: none. Source: operators/softmax."""
+    and 0 in a row whose label is no class: d_x = g w^T and d_w = x^T g. g is computed in fp32, and rounded to the type
+    of x before the products. Shapes: d_losses (rows), d_x and d_w those of x and w. Type: d_losses, logits and log_sums
+    are torch.float32. Other types, layout and errors: as cross_entropy(). Gradients: none. Source:
+    operators/cross_entropy."""
     return calls["cross_entropy_backward"](d_losses, x, w, labels, logits, log_sums)
 
 

@@ -6,6 +6,7 @@ FK_VERSION = 1
 (FK_OK, FK_BAD_ARGUMENT, FK_BAD_SHAPE, FK_BAD_ALIGNMENT, FK_OVERLAP, FK_BAD_WORKSPACE, FK_BAD_DEVICE,
  FK_CUDA_ERROR) = range(8)  # fk_status
 FK_FLOAT16, FK_BFLOAT16, FK_FLOAT32, FK_TF32, FK_TF32X3 = 1, 2, 3, 4, 5  # fk_type
+FK_LABEL_INT64, FK_LABEL_INT32 = 0, 1  # fk_label_type
 (FK_PRODUCT_FORWARD, FK_GATING_FORWARD, FK_GATING_BACKWARD, FK_ATTENTION_FORWARD, FK_ATTENTION_LOG_SUMS,
  FK_DIFFUSION_FORWARD, FK_DIFFUSION_BACKWARD, FK_SOFTMAX_FORWARD, FK_SOFTMAX_BACKWARD, FK_GRADIENTS_FORWARD,
  FK_GRADIENTS_BACKWARD, FK_CLIFFORD_FORWARD, FK_CLIFFORD_BACKWARD, FK_CLIFFORD_CONNECTED_FORWARD,
@@ -34,7 +35,7 @@ fk_attention_gradients = _struct(
     (fk_strides, "q_strides k_strides v_strides out_strides d_out_strides d_q_strides d_k_strides d_v_strides"),
     (ctypes.c_float, "scale"))
 fk_diffusion = _struct("fk_diffusion", (SIZE, "size"), (INT, "type"), (INT64, "meshes vertices eigen width"))
-fk_softmax = _struct("fk_softmax", (SIZE, "size"), (INT, "type"), (INT64, "rows inputs classes"))
+fk_softmax = _struct("fk_softmax", (SIZE, "size"), (INT, "type"), (INT64, "rows inputs classes"), (INT, "label_type"))
 fk_gradients = _struct("fk_gradients", (SIZE, "size"), (INT, "type"), (INT64, "vertices eigen width"))
 fk_clifford = _struct("fk_clifford", (SIZE, "size"), (INT, "type p q r normed"), (INT64, "batch features"),
                       (INT, "gate unweighted weight_type"))

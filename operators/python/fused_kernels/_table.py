@@ -6,8 +6,9 @@ import dataclasses
 import functools
 import typing
 
-from ._header import (FK_BFLOAT16, FK_FLOAT16, FK_FLOAT32, FK_TF32, FK_TF32X3, fk_attention, fk_attention_gradients,
-                      fk_clifford, fk_diffusion, fk_gating, fk_gradients, fk_product, fk_softmax, fk_strides)
+from ._header import (FK_BFLOAT16, FK_FLOAT16, FK_FLOAT32, FK_LABEL_INT32, FK_LABEL_INT64, FK_TF32, FK_TF32X3,
+                      fk_attention, fk_attention_gradients, fk_clifford, fk_diffusion, fk_gating, fk_gradients,
+                      fk_product, fk_softmax, fk_strides)
 
 # Numbers are part of what a plan is found by. So they are converted first: a tensor as a key would be compared by
 # identity, and its first value would be used for ever. Of each type in a schema, the expression that converts:
@@ -178,6 +179,7 @@ def of_heads(name, sizes, strides):
 # ---- What single rows need -----------------------------------------------------------------------------------------
 
 HALF, BRAIN, SINGLE = {"float16": FK_FLOAT16}, {"bfloat16": FK_BFLOAT16}, {"float32": FK_FLOAT32}
+LABELS = {"int64": FK_LABEL_INT64, "int32": FK_LABEL_INT32}
 MATH = {"fp32": FK_FLOAT32, "tf32": FK_TF32, "tf32x3": FK_TF32X3}  # of operands in fp32
 # The algebras of the Clifford products: (p, q, r), how many basis vectors square to 1, to -1 and to 0 -> how many
 # triples of grades there are.
@@ -195,6 +197,10 @@ def type_of_product(fields, operands, numbers):
 def gradients_of_product(ctx, d):
     a, b = ctx.saved_tensors
     return d @ b.t() if ctx.needs_input_grad[0] else None, a.t() @ d if ctx.needs_input_grad[1] else None, None
+
+
+def type_of_labels(fields, operands, numbers):
+    return {"label_type": LABELS[nameof(operands["labels"])]}
 
 
 def scale_of_attention(fields, operands, numbers):
@@ -247,15 +253,17 @@ DIFFUSION = Operator(
     refusal="the diffusion has no gradient of basis, mass or evalues; call detach() on them")
 
 SOFTMAX = Operator(
-    name="softmax", function="fk_softmax_forward", struct=fk_softmax, types=SINGLE, reads="x w", writes="probs",
+    name="softmax", function="fk_softmax_forward", struct=fk_softmax, types=HALF | BRAIN | SINGLE, reads="x w",
+    writes="probs",
     shapes=dict(x="rows inputs", w="inputs classes", probs="rows classes"), backward="softmax_backward")
 
 CROSS_ENTROPY = Operator(
-    name="cross_entropy", function="fk_cross_entropy_forward", struct=fk_softmax, types=SINGLE,
+    name="cross_entropy", function="fk_cross_entropy_forward", struct=fk_softmax, types=HALF | BRAIN | SINGLE,
     reads="x w labels", writes="losses logits log_sums",
     shapes=dict(x="rows inputs", w="inputs classes", labels="rows", losses="rows", logits="rows classes",
                 log_sums="rows"),
-    dtypes=dict(labels="int64"), backward="cross_entropy_backward")
+    dtypes=dict(labels=" ".join(LABELS), **dict.fromkeys(("losses", "logits", "log_sums", "d_losses"), "float32")),
+    finish=type_of_labels, backward="cross_entropy_backward")
 
 GRADIENT_FEATURES = Operator(
     name="gradient_features", function="fk_gradients_forward", struct=fk_gradients, types=BRAIN,

@@ -340,32 +340,47 @@ def diffusion_backward(vertices, eigen, width, meshes=()):
 def check_softmax(operands, probs):
     x, w = (each.double() for each in operands)
     expected = torch.softmax(x @ w, 1)
-    assert probs.dtype == FP32
-    # Logits are exact; what is rounded are exponentials and their sum. An exponential below 2^-126 may be 0.
-    near("probs", probs, expected, 2.0**-20 * expected + 2.0**-125)
+    assert probs.dtype == operands[0].dtype
+    # Logits are exact; what is rounded are exponentials and their sum, and then to the type. An exponential below
+    # 2^-126 may be 0, and fp16 has nothing between multiples of 2^-24.
+    rounded, least = 0 if probs.dtype == FP32 else 1.01 * ROUNDING[probs.dtype], 2.0**-25 * (probs.dtype == FP16)
+    near("probs", probs, expected, (2.0**-20 + rounded) * expected + max(least, 2.0**-125))
 
 
-def softmax(rows, inputs, classes):
+def name_of_softmax(function, sizes, dtype, *more):
+    return "-".join([f"{function}-{'x'.join(map(str, sizes))}", *(str(each)[6:] for each in (dtype, *more)
+                                                                  if each not in (FP32, torch.int64))])
+
+
+def check_gradients_of_logits(result, g, x, w):
+    """Of the gradients of logits in fp64. Those are rounded to the type, and then what comes of them."""
+    for found, other in zip(result, (g @ w.double().t(), x.double().t() @ g), strict=True):
+        assert found.dtype == x.dtype
+        if g.shape[1] > 1:  # else it is 0, but for roundings
+            alike(found, other, 256 if x.dtype == FP32 else 8)
+
+
+def softmax(rows, inputs, classes, dtype=FP32):
     def operands(seed=0):
-        return numbers(rows, inputs, dtype=FP32, seed=seed), numbers(inputs, classes, dtype=FP32, seed=seed + 1)
+        return numbers(rows, inputs, dtype=dtype, seed=seed), numbers(inputs, classes, dtype=dtype, seed=seed + 1)
 
-    return Case(f"softmax-{rows}x{inputs}x{classes}", fused_kernels.softmax, operands, check_softmax, (0, 1))
+    return Case(name_of_softmax("softmax", (rows, inputs, classes), dtype), fused_kernels.softmax, operands,
+                check_softmax, (0, 1))
 
 
-def softmax_backward(rows, inputs, classes):
+def softmax_backward(rows, inputs, classes, dtype=FP32):
     def operands(seed=0):
-        x, w = softmax(rows, inputs, classes).operands(seed)
-        return numbers(rows, classes, dtype=FP32, seed=seed + 7), x, w, torch.softmax(x @ w, 1)
+        x, w = softmax(rows, inputs, classes, dtype).operands(seed)
+        return (numbers(rows, classes, dtype=dtype, seed=seed + 7), x, w,
+                torch.softmax(x.float() @ w.float(), 1).to(dtype))
 
     def check(operands, result):
         d_probs, x, w, probs = (each.detach().double() for each in operands)
         g = probs * (d_probs - (d_probs * probs).sum(1, keepdim=True))
-        for found, other in zip(result, (g @ w.t(), x.t() @ g), strict=True):
-            assert found.dtype == FP32
-            if classes > 1:  # else it is 0, but for roundings
-                alike(found, other, 256)
+        check_gradients_of_logits(result, g, *operands[1:3])
 
-    return Case(f"softmax_backward-{rows}x{inputs}x{classes}", fused_kernels.softmax_backward, operands, check)
+    return Case(name_of_softmax("softmax_backward", (rows, inputs, classes), dtype), fused_kernels.softmax_backward,
+                operands, check)
 
 
 def cross_entropy_in_fp64(x, w, labels):
@@ -376,41 +391,37 @@ def cross_entropy_in_fp64(x, w, labels):
 def check_cross_entropy(operands, result):
     (x, w, labels), losses = operands, tensors(result)[0]
     exact = x.double() @ w.double()
-    expected = torch.nn.functional.cross_entropy(exact, labels, reduction="none")
-    assert losses.dtype == FP32
+    expected = torch.nn.functional.cross_entropy(exact, labels.long(), reduction="none")
+    assert losses.dtype == FP32  # whatever the operands are
     near("losses", losses, expected, (2.0**-20 + 2.0**-22 * exact.logsumexp(1).abs()) * (labels >= 0))
 
 
-def cross_entropy(rows, inputs, classes):
+def cross_entropy(rows, inputs, classes, dtype=FP32, of_labels=torch.int64):
     def operands(seed=0):
         generator = torch.Generator(device="cuda").manual_seed(seed)
-        labels = torch.randint(0, classes, (rows,), generator=generator, device="cuda")
+        labels = torch.randint(0, classes, (rows,), generator=generator, device="cuda", dtype=of_labels)
         labels[6::7] = -100
-        return *softmax(rows, inputs, classes).operands(seed), labels
+        return *softmax(rows, inputs, classes, dtype).operands(seed), labels
 
-    return Case(f"cross_entropy-{rows}x{inputs}x{classes}", fused_kernels.cross_entropy, operands,
-                check_cross_entropy, (0, 1))
+    return Case(name_of_softmax("cross_entropy", (rows, inputs, classes), dtype, of_labels),
+                fused_kernels.cross_entropy, operands, check_cross_entropy, (0, 1))
 
 
-def cross_entropy_backward(rows, inputs, classes):
+def cross_entropy_backward(rows, inputs, classes, dtype=FP32, of_labels=torch.int64):
     def operands(seed=0):
-        x, w, labels = cross_entropy(rows, inputs, classes).operands(seed)
-        logits = x @ w
+        x, w, labels = cross_entropy(rows, inputs, classes, dtype, of_labels).operands(seed)
+        logits = x.float() @ w.float()
         return numbers(rows, dtype=FP32, seed=seed + 7), x, w, labels, logits, logits.logsumexp(1)
 
     def check(operands, result):
         d_losses, x, w, labels, logits, log_sums = operands
-        x, w = x.double(), w.double()
         g = (logits.double() - log_sums.double()[:, None]).exp()
-        g -= torch.nn.functional.one_hot(labels.clamp(min=0), classes)
+        g -= torch.nn.functional.one_hot(labels.long().clamp(min=0), classes)
         g *= (d_losses.double() * (labels >= 0))[:, None]
-        for found, other in zip(result, (g @ w.t(), x.t() @ g), strict=True):
-            assert found.dtype == FP32
-            if classes > 1:  # else it is 0, but for roundings
-                alike(found, other, 256)
+        check_gradients_of_logits(result, g, x, w)
 
-    return Case(f"cross_entropy_backward-{rows}x{inputs}x{classes}", fused_kernels.cross_entropy_backward, operands,
-                check)
+    return Case(name_of_softmax("cross_entropy_backward", (rows, inputs, classes), dtype, of_labels),
+                fused_kernels.cross_entropy_backward, operands, check)
 
 
 # ---- Gradient features --------------------------------------------------------------------------------------------
@@ -661,6 +672,12 @@ CASES = [
     *(make(*sizes) for make in (softmax_backward, cross_entropy, cross_entropy_backward)
       for sizes in ((1, 1, 1), (65, 7, 9), (33, 65, 130), (3, 20, 9001), (2101, 12, 10), (30001, 64, 36),
                     (1000, 516, 777))),
+    *(make(*sizes, dtype) for make in (softmax, softmax_backward, cross_entropy, cross_entropy_backward)
+      for dtype in (FP16, BF16)
+      for sizes in ((1, 1, 1), (65, 7, 9), (33, 65, 130), (5, 1100, 640), (3, 20, 9001), (2101, 12, 10),
+                    (30001, 64, 36), (1000, 516, 777), (520, 128, 3000))),
+    *(make(*sizes, dtype, torch.int32) for make in (cross_entropy, cross_entropy_backward) for dtype in (FP32, BF16)
+      for sizes in ((65, 7, 9), (3, 20, 9001), (1000, 516, 777))),
     *(attention(*sizes, dtype, causal, layout) for dtype in (FP16, BF16)
       for layout in ("rows first", "heads first")
       for *sizes, causal in ((1, 1, 1, 1, 1, 1, False), (2, 5, 9, 4, 2, 24, True), (1, 9, 5, 1, 1, 7, True),
@@ -704,13 +721,13 @@ IN_TURN = [
     [attention_backward(2, *sizes, BF16) for sizes in ((129, 257, 4, 2, 128), (5, 9, 4, 2, 24), (3, 300, 2, 2, 64))],
     *([make(*sizes) for sizes in ((5001, 128, 256), (1, 8, 8), (700, 32, 264))]
       for make in (diffusion, diffusion_backward, gradient_features, gradient_features_backward)),
-    *([make(*sizes) for sizes in ((1000, 516, 777), (65, 7, 9), (3, 20, 9001))]
+    *([make(*sizes, dtype) for sizes in ((1000, 516, 777), (65, 7, 9), (3, 20, 9001))] for dtype in (FP32, BF16)
       for make in (softmax, softmax_backward, cross_entropy, cross_entropy_backward)),
     *([make(65, features, signature) for features in (512, 64, 1024)]
       for make in (clifford, clifford_backward) for signature in fused_kernels.TRIPLES),
     *([make(300, features) for features in (260, 8, 64)] for make in (clifford_connected, clifford_connected_backward)),
 ]
-EACH = [  # one of each function, and of the product one of each type and math
+EACH = [  # one of each function, of the product one of each type and math, and of softmax two types
     *(product(257, 136, 129, dtype) for dtype in (FP16, BF16, FP32)),
     *(product(257, 136, 129, FP32, math=math) for math in ("tf32", "tf32x3")), gating(257, 129, 136),
     attention(2, 129, 257, 4, 2, 64, BF16, causal=True), attention_backward(2, 129, 257, 4, 2, 64, BF16, causal=True),
@@ -719,5 +736,7 @@ EACH = [  # one of each function, and of the product one of each type and math
     gradient_features_backward(1234, 64, 72), clifford(65, 72), clifford_backward(65, 72),
     gating_backward(257, 129, 136), softmax_backward(129, 65, 257), cross_entropy(129, 65, 257),
     cross_entropy_backward(129, 65, 257),
+    *(make(129, 65, 257, BF16) for make in (softmax, softmax_backward)),
+    *(make(129, 65, 257, FP16, torch.int32) for make in (cross_entropy, cross_entropy_backward)),
     clifford_connected(200, 72), clifford_connected_backward(200, 72),
 ]

@@ -210,6 +210,28 @@ def test_large_logits_of_a_cross_entropy(sizes, large):
     cases.near("d_w", w.grad[0], expected, 2.0**-18 * rows * large)
 
 
+@pytest.mark.parametrize("dtype", [FP16, BF16])
+@pytest.mark.parametrize("sizes", [(3, 40), (40, 300), (9, 9000)], ids=str)
+def test_logits_beyond_the_range_of_fp16(sizes, dtype):
+    """They are multiples of 2^15 up to 9 * 2^15, and -inf, and one row has only -inf."""
+    rows, classes = sizes
+    x = torch.full((rows, 2), 512.0, device="cuda", dtype=dtype)
+    by_class = torch.arange(classes, device="cuda")
+    w = torch.stack([64.0 * (1 + by_class % 9), torch.where(by_class % 3 == 1, -torch.inf, 0.0)]).to(dtype)
+    x[1, 0] = -torch.inf
+    probs = fused_kernels.softmax(x, w)
+    expected = torch.softmax(x.double() @ w.double(), 1)
+    assert bool(probs[1].isnan().all()) and bool(expected[1].isnan().all())
+    others = torch.arange(rows, device="cuda") != 1
+    cases.near("probs", probs[others], expected[others], 1.01 * cases.ROUNDING[dtype] * expected[others] + 2.0**-25)
+    labels = torch.arange(rows, device="cuda") % classes
+    losses, logits, _ = torch.ops.fused_kernels.cross_entropy(x, w, labels)
+    assert torch.equal(logits[others].double(), x[others].double() @ w.double())
+    of_labels = torch.nn.functional.cross_entropy(x.double() @ w.double(), labels, reduction="none")
+    assert bool(losses[1].isnan())
+    cases.near("losses", losses[others], of_labels[others], 2.0**-20 * (1 + of_labels[others].abs()))
+
+
 def test_numbers_that_are_tensors():
     """Their values are read in each call: a plan is not found by which object it was."""
     q, k, v = (numbers(2, 40, 3, 16, dtype=FP16, seed=seed) for seed in (1, 2, 3))
@@ -729,7 +751,14 @@ def refusals():
          lambda: k.clifford_connected(single(8, 2, 4), single(8, 2, 4), single(4, 20))),
         ("algebra that is not connected", ValueError, "p, q, r are 3, 0, 1; they have to be",
          lambda: k.clifford_connected(single(16, 2, 4), single(16, 2, 4), single(34, 4, 4), (3, 0, 1))),
-        ("softmax in fp16", ValueError, "x is torch.float16", lambda: k.softmax(half(8, 8), half(8, 8))),
+        ("softmax in fp64", ValueError, "x is torch.float64; it has to be torch.float16 or torch.bfloat16 or "
+         "torch.float32", lambda: k.softmax(single(8, 8).double(), single(8, 8).double())),
+        ("softmax in two types", ValueError, "w is torch.bfloat16", lambda: k.softmax(half(8, 8), brain(8, 8))),
+        ("labels", ValueError, "labels is torch.int16; it has to be torch.int64 or torch.int32",
+         lambda: k.cross_entropy(half(8, 8), half(8, 8), torch.zeros(8, dtype=torch.int16, device="cuda"))),
+        ("gradients of losses", ValueError, "d_losses is torch.float16; it has to be torch.float32",
+         lambda: k.cross_entropy_backward(half(8), half(8, 8), half(8, 8),
+                                          torch.zeros(8, dtype=torch.int64, device="cuda"), single(8, 8), single(8))),
         ("softmax transposed", ValueError, "w has the strides", lambda: k.softmax(single(8, 8), single(16, 8).t())),
     ]
 
