@@ -7,7 +7,7 @@
 namespace operators::attention {
 
 /// What a tile of so many rows and keys costs a multiprocessor, in cycles: a step, which is a tile
-/// of keys, and a piece of work beside its steps.
+/// of keys, and a piece of work beside its steps, where all its blocks are busy.
 struct TileCost {
   int rows, keys, width;
   int by_wgmma;  ///< blocks of a multiprocessor; 0: the tile is multiplied by mma.sync
@@ -16,13 +16,14 @@ struct TileCost {
 };
 
 inline constexpr TileCost kTileCosts[] = {
-    {192, 128, 64, 1, 2130, 4840},    {192, 64, 64, 1, 1125, 4270},
-    {128, 128, 64, 1, 1600, 4450},    {64, 128, 64, 1, 1020, 3800},
-    {64, 128, 64, 2, 1310, 4060},     {128, 128, 128, 1, 2150, 4540},
-    {128, 64, 128, 1, 1160, 4030},    {64, 128, 128, 1, 1690, 3600},
-    {64, 64, 128, 2, 1490, 3670},     {128, 64, 256, 1, 2300, 4290},
-    {64, 64, 256, 1, 1590, 3380},     {128, 64, 64, 0, 3670, 3580, 2},
-    {128, 64, 128, 0, 2950, 3890, 1}, {64, 32, 256, 0, 1850, 1700, 1},
+    {192, 128, 64, 1, 2000, 4600},   {192, 64, 64, 1, 1180, 2590},
+    {64, 128, 64, 1, 1280, 2510},    {64, 128, 64, 2, 1510, 3900},
+    {64, 64, 64, 2, 954, 2350},      {64, 64, 64, 3, 1240, 2950},
+    {128, 128, 128, 1, 2130, 4450},  {128, 64, 128, 1, 1280, 2860},
+    {64, 128, 128, 1, 1590, 1990},   {64, 64, 128, 2, 1350, 3150},
+    {128, 64, 256, 1, 2300, 4290},   {64, 64, 256, 1, 1590, 3380},
+    {128, 64, 64, 0, 3480, 4990, 2}, {128, 64, 128, 0, 3210, 3590, 1},
+    {64, 32, 256, 0, 1850, 1700, 1},
 };
 
 /// Those of the tile; if it is not there, of another one with the same width.
@@ -38,9 +39,10 @@ constexpr const TileCost& cost_of(int rows, int keys, int width, int by_wgmma) {
 
 inline constexpr double kFirstPiece = 4.25;  ///< microseconds: the first loads, the last stores
 inline constexpr double kMaskCycles = 700;   ///< of a piece that the causal mask cuts
-inline constexpr double kUnevenEnd = 0.58;   ///< of the longest piece: until the last block ends
-inline constexpr double kBytesOfOne = 27;    ///< from memory, that a multiprocessor gets in a cycle
-inline constexpr double kMerge = 2, kMergePart = 0.02;  ///< microseconds; of each part
+inline constexpr double kUnevenEnd = 0.3;    ///< of the longest piece: until the last block ends
+inline constexpr double kAlone = 0.5;        ///< of its time a block saves with none beside it
+inline constexpr double kBytesOfOne = 22;    ///< from memory, that a multiprocessor gets in a cycle
+inline constexpr double kMerge = 3, kMergePart = 0.02;  ///< microseconds; of each part
 inline constexpr double kMergeTraffic = 1.8;  ///< that partial results are written and read
 
 }  // namespace operators::attention

@@ -549,7 +549,7 @@ __global__ void __launch_bounds__(Tile::kThreads, Tile::kBlocks)
   const int warp = warp_of_block();
   if (warp < 4) {
     if constexpr (Tile::kConsumers > 1) registers_shrink_to<Tile::kConsumers == 2 ? 24 : 32>();
-    if constexpr (Tile::kBlocks > 1) registers_shrink_to<40>();
+    if constexpr (Tile::kBlocks > 1) registers_shrink_to<Tile::kBlocks == 2 ? 40 : 24>();
     if (!elect_one()) return;
     if (warp == 0) {
       bring<Tile>(shared, maps, in, schedule);
@@ -558,7 +558,7 @@ __global__ void __launch_bounds__(Tile::kThreads, Tile::kBlocks)
     }
   } else {
     if constexpr (Tile::kConsumers > 1) registers_grow_to<Tile::kConsumers == 2 ? 240 : 160>();
-    if constexpr (Tile::kBlocks > 1) registers_grow_to<216>();
+    if constexpr (Tile::kBlocks > 1) registers_grow_to<Tile::kBlocks == 2 ? 216 : 136>();
     Consumer<Tile, typename Tile::T>{shared, in, schedule, parts, warp / 4 - 1}.run();
   }
 #endif

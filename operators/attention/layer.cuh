@@ -278,15 +278,17 @@ class Attention : AttentionLaunches<T> {
         static_cast<double>(ceil_div(shape_.queries * plan.pack, int64_t{of.rows}));
     const double heads = static_cast<double>(shape_.heads / plan.pack * shape_.batch);
     const double slots = of.blocks * multiprocessors(), pieces = row_tiles * heads * plan.parts;
-    const double on = std::min(pieces, slots), piece = of.piece + (shape_.causal ? kMaskCycles : 0);
-    const double longest = std::ceil(std::ceil(all_keys / keys) / plan.parts) * of.step + piece;
+    const double on = std::min(pieces, slots);
+    const double beside = std::min<double>(of.blocks, std::ceil(pieces / multiprocessors()));
+    const double slowed = 1 - kAlone * (1 - beside / of.blocks), step = slowed * of.step;
+    const double piece = slowed * of.piece + (shape_.causal ? kMaskCycles : 0);
+    const double longest = std::ceil(std::ceil(all_keys / keys) / plan.parts) * step + piece;
     double arithmetic = std::ceil(pieces / slots) * longest;
     if (shape_.causal) {
       // So many queries see a key, on average all but half as many keys; others have a tile, too.
       const double seeing = std::min(queries, all_keys), share = seeing / queries;
       const double tiles = (all_keys - seeing / 2) / keys + 0.5 + 0.5 * of.rows / plan.pack / keys;
-      const double steps =
-          std::max(pieces, row_tiles * heads * (share * tiles + 1 - share)) * of.step;
+      const double steps = std::max(pieces, row_tiles * heads * (share * tiles + 1 - share)) * step;
       arithmetic = std::max(
           longest, (steps + pieces * piece) / on + (pieces > slots ? kUnevenEnd * longest : 0));
     }
@@ -320,55 +322,72 @@ class Attention : AttentionLaunches<T> {
     aligned() ? add.template operator()<true>() : add.template operator()<false>();
   }
 
-  template <int kWidth, int kConsumers, int kKeys, int kStages, int kRowStages, bool kTurns>
-  void add_hopper_ways() {
-    const std::string name = std::to_string(64 * kConsumers) + " x " + std::to_string(kKeys);
-    add_hopper<AttentionTile<T, kWidth, kConsumers, kKeys, kStages, kRowStages, kTurns, false>>(
-        name);
-    add_hopper<AttentionTile<T, kWidth, kConsumers, kKeys, kStages, kRowStages, kTurns, true>>(
-        name);
+  /// Tiles of 64 kConsumers rows. kRowStages: see add_short_tiles().
+  template <int kWidth, int kConsumers, int kKeys, int kStages, int kRowStages, bool kTurns,
+            bool kSplit>
+  void add_tiles() {
+    add_hopper<AttentionTile<T, kWidth, kConsumers, kKeys, kStages, kRowStages, kTurns, kSplit>>(
+        std::to_string(64 * kConsumers) + " x " + std::to_string(kKeys));
   }
 
-  /// Tiles of half as many keys: of few keys the causal mask hides less in vain.
-  template <int kWidth, int kConsumers, int kStages>
+  /// Short sequences: a piece of work has few steps, so what counts is how many pieces are under
+  /// way. A stage for rows of Q is free again when its results have been stored. With two of them
+  /// the next rows are asked for too late; with more, or with several blocks on a multiprocessor,
+  /// they are there in time. (For long sequences more stages would only mean that a block takes
+  /// more work early, and that blocks end less evenly.) Of few keys the causal mask hides less in
+  /// vain in tiles of 64.
+  template <int kWidth, int kConsumers, int kStages, int kRowStages>
   void add_short_tiles() {
-    using Tile = AttentionTile<T, kWidth, kConsumers, 64, kStages, 2, true, false>;
-    add_hopper<Tile>(std::to_string(Tile::kRows) + " x 64");
+    add_tiles<kWidth, kConsumers, 64, kStages, kRowStages, true, false>();
   }
 
-  /// Few queries: so few registers and so little shared memory that two blocks fit on a
-  /// multiprocessor, or one beside the blocks that will merge the parts.
+  /// One consumer a block, with so few registers and so little shared memory that kBlocks fit on a
+  /// multiprocessor.
+  template <int kWidth, int kKeys, int kStages, int kRowStages, int kBlocks>
+  void add_small_blocks() {
+    add_hopper<AttentionTile<T, kWidth, 1, kKeys, kStages, kRowStages, false, false, kBlocks>>(
+        (kBlocks == 2 ? "two of 64 x " : "three of 64 x ") + std::to_string(kKeys));
+  }
+
+  /// The same with few queries and many keys, of which blocks have a part each. One block then fits
+  /// beside the blocks that will merge the parts.
   template <int kWidth, int kKeys, int kStages>
-  void add_two_blocks() {
+  void add_parts_in_small_blocks() {
     if (shape_.queries * shape_.group() > 64) return;
-    const std::string name = "two of 64 x " + std::to_string(kKeys);
-    add_hopper<AttentionTile<T, kWidth, 1, kKeys, kStages, 2, false, false, 2>>(name);
-    add_hopper<AttentionTile<T, kWidth, 1, kKeys, kStages, 2, false, true, 2>>(name);
+    add_hopper<AttentionTile<T, kWidth, 1, kKeys, kStages, 2, false, true, 2>>(
+        "two of 64 x " + std::to_string(kKeys));
   }
 
   void plan(const Workspace& workspace) {
     const bool hopper = is_hopper() && aligned();
     if (shape_.width <= 64) {
       if (hopper) {
-        add_hopper_ways<64, 3, 128, 8, 2, true>();
-        if (shape_.causal) add_short_tiles<64, 3, 12>();
-        add_hopper_ways<64, 2, 128, 8, 2, false>();
-        add_hopper_ways<64, 1, 128, 10, 2, false>();
-        add_two_blocks<64, 128, 6>();
+        add_tiles<64, 3, 128, 8, 2, true, false>();
+        add_tiles<64, 3, 128, 8, 2, true, true>();
+        add_tiles<64, 1, 128, 10, 2, false, true>();
+        add_short_tiles<64, 3, 12, 4>();
+        add_small_blocks<64, 128, 6, 2, 2>();
+        add_small_blocks<64, 64, 8, 5, 2>();
+        add_small_blocks<64, 64, 6, 3, 3>();
+        add_parts_in_small_blocks<64, 128, 6>();
       }
       add_portable_ways<64>();
     } else if (shape_.width <= 128) {
       if (hopper) {
-        add_hopper_ways<128, 2, 128, 5, 2, true>();
-        if (shape_.causal) add_short_tiles<128, 2, 10>();
-        add_hopper_ways<128, 1, 128, 5, 2, false>();
-        add_two_blocks<128, 64, 5>();
+        add_tiles<128, 2, 128, 5, 2, true, false>();
+        add_tiles<128, 2, 128, 5, 2, true, true>();
+        add_tiles<128, 1, 128, 5, 2, false, true>();
+        add_short_tiles<128, 2, 7, 3>();
+        add_small_blocks<128, 64, 4, 3, 2>();
+        add_parts_in_small_blocks<128, 64, 5>();
       }
       add_portable_ways<128>();
     } else {
       if (hopper) {
-        add_hopper_ways<256, 2, 64, 3, 2, false>();
-        add_hopper_ways<256, 1, 64, 5, 2, false>();
+        add_tiles<256, 2, 64, 3, 2, false, false>();
+        add_tiles<256, 2, 64, 3, 2, false, true>();
+        add_tiles<256, 1, 64, 5, 2, false, false>();
+        add_tiles<256, 1, 64, 5, 2, false, true>();
       }
       add_portable_ways<256>();
     }

@@ -56,7 +56,7 @@ struct SoftmaxTable : SoftmaxProblem {
     const auto add_product = [&](const std::string& name, const std::function<void()>& product) {
       const auto launch = [product, *this] {
         product();
-        softmax(logits, probs, shape, halves);
+        softmax<float>(logits, probs, shape, halves);
       };
       // The estimate is the same for all, so none is left out as hopeless.
       ways.push_back({name, shape.flops() / (tf32 ? 400e6 : 50e6), launch});

@@ -132,23 +132,43 @@ FK_API int fk_product_workspace(const fk_product* product, size_t* bytes);
 FK_API int fk_product_forward(const fk_product* product, const void* a, const void* b, void* c,
                               void* workspace, size_t workspace_bytes, struct CUstream_st* stream);
 
+/* What the gated layer's first product goes through, with Phi the distribution function of the
+ * normal distribution. */
+enum fk_gate {
+  FK_GATE_SIGMOID = 0,   /* 1 / (1 + exp(-s)): GLU */
+  FK_GATE_SILU = 1,      /* s / (1 + exp(-s)): SwiGLU */
+  FK_GATE_GELU = 2,      /* s Phi(s), by erf: GEGLU */
+  FK_GATE_GELU_TANH = 3, /* s (1 + tanh(sqrt(2 / pi) (s + 0.044715 s^3))) / 2 */
+  FK_GATE_RELU = 4,      /* max(s, 0): ReGLU */
+  FK_GATE_NONE = 5       /* s: a bilinear layer */
+};
+
 /* The gated layer. */
 typedef struct fk_gating {
   size_t size; /* sizeof(fk_gating) */
-  int type;    /* FK_FLOAT16 */
+  int type;    /* any of fk_type */
   int64_t rows, inputs, hidden;
   int64_t x_stride, out_stride; /* from a row to the next; 0: dense */
+  int gate;                     /* one of fk_gate; 0: a sigmoid */
 } fk_gating;
 
 /* How many bytes of workspace fk_gating_forward() needs on the current device.
  * Written: bytes. Errors: as fk_gating_forward(), without those of operands. */
 FK_API int fk_gating_workspace(const fk_gating* gating, size_t* bytes);
 
-/* out = sigmoid(x w1 + b1) * (x w2 + b2), as lessons 5 and 6 have it.
- * Shapes: x (rows, inputs), w1 and w2 (inputs, hidden), b1 and b2 (hidden), out (rows, hidden); all
- * row-major, weights and biases dense. Each size is at least 1; rows and inputs are at most 2^30,
- * hidden is at most 2^21 - 1024. Type: fp16, added up in fp32. Alignment: each pointer to 16 bytes.
- * Written: out, which must not overlap an operand. Device: compute capability 8.0 and newer. */
+/* out = gate(s) * v with s = x w1 + b1 and v = x w2 + b2, where the gate is one of fk_gate, such as
+ * the sigmoid of lessons 5 and 6. Shapes: x (rows, inputs), w1 and w2 (inputs, hidden), b1 and b2
+ * (hidden), out (rows, hidden); all row-major, weights and biases dense. Each bias may be NULL,
+ * whether the other one is or not, and is zeros then. Each size is at least 1; rows and inputs are
+ * at most 2^30, of FK_FLOAT32 inputs at most 2^24; hidden is at most 2^21 - 1024. Type: that of the
+ * description for all; added up in fp32. FK_FLOAT16 and FK_BFLOAT16 are computed by one kernel,
+ * which rounds only out: what it has for the gate is off by some roundings of fp32, for
+ * FK_GATE_GELU by 2^-17 of the gate and 2^-28. There s * v may not be beyond fp32's range, unless
+ * the gate is a sigmoid. The other types are not fused: s and v are two products of
+ * fk_product_forward(), which says what these are off by, and a kernel makes out of them; of
+ * FK_FLOAT32 rows of x are dense. Alignment: each pointer to 16 bytes. Written: out, which must not
+ * overlap an operand. Device: compute capability 8.0 and newer; for FK_FLOAT32 any that the library
+ * is built for. */
 FK_API int fk_gating_forward(const fk_gating* gating, const void* x, const void* w1, const void* w2,
                              const void* b1, const void* b2, void* out, void* workspace,
                              size_t workspace_bytes, struct CUstream_st* stream);
@@ -198,7 +218,8 @@ typedef struct fk_attention_gradients {
   int64_t batch, queries, keys, heads, kv_heads, width;
   fk_strides q_strides, k_strides, v_strides, out_strides;
   fk_strides d_out_strides, d_q_strides, d_k_strides, d_v_strides;
-  float scale; /* of the logits, as forward had it */
+  float scale;           /* of the logits, as forward had it */
+  int64_t deterministic; /* 1: d_q has the same bits in each call; 0: perhaps not */
 } fk_attention_gradients;
 
 /* How many bytes of workspace fk_attention_backward() needs on the current device.
@@ -213,8 +234,10 @@ FK_API int fk_attention_backward_workspace(const fk_attention_gradients* attenti
  * where it lies. width is a multiple of 8, at most 128, and strides are multiples of 8. batch *
  * heads * queries, with queries rounded up to a multiple of 128, is at most 2^30; other sizes,
  * scale and type: as forward. P and dS are rounded to the type before they are multiplied, so that
- * in fp16 no dS may be beyond its range; all is added up in fp32. d_q is added up in an order that
- * is another one in each call, so its last bits can differ. A log_sum beyond 2^10 is off by up to
+ * in fp16 no dS may be beyond its range; all is added up in fp32. The parts of d_q of blocks of
+ * keys are added up in whatever order they come, so its last bits can differ from call to call, or,
+ * with deterministic, in the order of the keys: that takes longer where there are few queries and
+ * many keys. A log_sum beyond 2^10 is off by up to
  * 2^-14 and more in fp32, and so is, relative to its size, each P of its query. A NaN or an
  * infinity in a row that causal hides can make gradients NaN. Alignment: each pointer to 16 bytes.
  * Written: d_q, d_k and d_v, which must not overlap an operand. Device: compute capability 8.0 and
@@ -265,11 +288,15 @@ FK_API int fk_diffusion_backward(const fk_diffusion* diffusion, const void* d_ou
                                  void* d_x, void* d_times, void* workspace, size_t workspace_bytes,
                                  struct CUstream_st* stream);
 
+/* The type of labels. */
+enum fk_label_type { FK_LABEL_INT64 = 0, FK_LABEL_INT32 = 1 };
+
 /* softmax(x w). */
 typedef struct fk_softmax {
   size_t size; /* sizeof(fk_softmax) */
-  int type;    /* FK_FLOAT32 */
+  int type;    /* FK_FLOAT16, FK_BFLOAT16 or FK_FLOAT32 */
   int64_t rows, inputs, classes;
+  int label_type; /* one of fk_label_type; where there are no labels 0 */
 } fk_softmax;
 
 /* How many bytes of workspace fk_softmax_forward() needs on the current device.
@@ -279,9 +306,11 @@ FK_API int fk_softmax_workspace(const fk_softmax* softmax, size_t* bytes);
 /* probs = softmax(x w), row by row, as lesson 9 has it. Shapes: x (rows, inputs), w (inputs,
  * classes), probs (rows, classes); all row-major and dense. Each size is at least 1; rows and
  * inputs are at most 2^30, classes at most 65535 * 4096. A logit of -inf has the probability 0; a
- * row of only -inf becomes NaN. Type: fp32, multiplied in fp32, or as accurately by three products
- * in TF32. Alignment: each pointer to 16 bytes. Written: probs, which must not overlap an operand.
- * Device: any that the library is built for. */
+ * row of only -inf becomes NaN. Type: that of the description for all three. FK_FLOAT32 is
+ * multiplied in fp32, or as accurately by three products in TF32. FK_FLOAT16 and FK_BFLOAT16 are
+ * added up in fp32, and stay so until probs are rounded: a logit may be beyond the range of fp16.
+ * Alignment: each pointer to 16 bytes. Written: probs, which must not overlap an operand. Device:
+ * compute capability 8.0 and newer; for FK_FLOAT32 any that the library is built for. */
 FK_API int fk_softmax_forward(const fk_softmax* softmax, const void* x, const void* w, void* probs,
                               void* workspace, size_t workspace_bytes, struct CUstream_st* stream);
 
@@ -326,10 +355,13 @@ FK_API int fk_gradients_backward(const fk_gradients* gradients, const void* d_ou
 /* A gated, weighted product of multivectors, and its norm. */
 typedef struct fk_clifford {
   size_t size; /* sizeof(fk_clifford) */
-  int type;    /* FK_FLOAT32 */
+  int type;    /* FK_FLOAT16, FK_BFLOAT16 or FK_FLOAT32 */
   int p, q, r; /* how many basis vectors square to 1, to -1 and to 0 */
   int normed;  /* 0 or 1 */
   int64_t batch, features;
+  int gate;        /* 0: GELU's, 1: none */
+  int unweighted;  /* 0; or 1: every weight is 1, and w and d_w are NULL */
+  int weight_type; /* of w and d_w: 0, which is `type`; or FK_FLOAT32 */
 } fk_clifford;
 
 /* How many bytes of workspace fk_clifford_forward() needs on the current device.
@@ -339,16 +371,24 @@ FK_API int fk_clifford_workspace(const fk_clifford* clifford, size_t* bytes);
 /* The layer of lesson 10: z is a weighted product of the gated inputs x' = x gate(x_1) and y' = y
  * gate(y_1), and out is z with each grade divided by its root mean square if the description's
  * field `normed` is 1, else z itself. x_1 is the scalar of x, and gate(s) = (1 + erf(s / sqrt 2)) /
- * 2. With <u>_c for the part of u that has grade c, z = sum over grades a, b, c of w[a,c,b] <<x'>_a
- * <y'>_b>_c. If `normed` is 1, for each grade c out_c = z_c / sqrt(m_c + 1e-6), where m_c is the
- * mean over features of the sum of the squares of z_c's coefficients. Algebras: (p, q, r) is (2, 0,
- * 0), (3, 0, 0), (3, 0, 1), (1, 3, 0) or (4, 1, 0); they have 4, 8, 16, 16 and 32 blades, and 10,
- * 20, 34, 35 and 56 triples (a, c, b) of grades whose products are not all 0. Shapes: x, y and out
- * (blades, batch, features), w (features, triples); all row-major and dense. Blades are ordered by
- * grade, those of a grade by their basis vectors as bits of a number, e1 the lowest; triples by a,
- * then c, then b. Each size is at least 1; features is at most 8192, of 16 blades 4096, of 32
- * blades 2048; batch * features is at most 2^30. Type: fp32. Alignment: each pointer to 16 bytes.
- * Written: out, which must not overlap an operand. Device: any that the library is built for. */
+ * 2; or 1 if `gate` is 1. With <u>_c for the part of u that has grade c, z = sum over grades a, b,
+ * c of w[a,c,b] <<x'>_a <y'>_b>_c. If `unweighted` is 1, each w[a,c,b] is 1; without the gate z is
+ * the geometric product x y then. If `normed` is 1, for each grade c out_c = z_c / sqrt(m_c +
+ * 1e-6), where m_c is the mean over features of the sum of the squares of z_c's coefficients.
+ * Algebras: all (p, q, r) with 1 <= p + q + r = n <= 5. They have 2^n blades, and for n = 1 to 5
+ * and r = 0 there are 4, 10, 20, 35 and 56 triples (a, c, b) of grades whose products are not all
+ * 0; with r > 0 some have none, and (3, 0, 1) has 34. Shapes: x, y and out (blades, batch,
+ * features), w (features, triples); all row-major and dense. Blades are ordered by grade, those of
+ * a grade by their basis vectors as bits of a number, e1 the lowest; triples by a, then c, then b.
+ * Each size is at least 1; features is at most 8192, of 16 blades 4096, of 32 blades 2048; batch *
+ * features is at most 2^30. Types: that of the description for x, y and out; for w the same, or
+ * fp32 if `weight_type` says so; all is computed in fp32, and a result is rounded once. What is
+ * beyond fp16's range becomes infinite there. Ways: FK_FLOAT32 with weights has kernels of its own
+ * for (2, 0, 0), (3, 0, 0), (3, 0, 1), (1, 3, 0) and (4, 1, 0); all else is computed by kernels
+ * that take any signature, in which a product of basis vectors that is 0 is multiplied by that 0,
+ * so that an infinity there makes results NaN. Alignment: each pointer to 16 bytes. w has to be
+ * NULL if `unweighted` is 1. Written: out, which must not overlap an operand. Device: any that the
+ * library is built for. */
 FK_API int fk_clifford_forward(const fk_clifford* clifford, const void* x, const void* y,
                                const void* w, void* out, void* workspace, size_t workspace_bytes,
                                struct CUstream_st* stream);
@@ -359,8 +399,10 @@ FK_API int fk_clifford_backward_workspace(const fk_clifford* clifford, size_t* b
 
 /* The gradients of fk_clifford_forward(), as lesson 10 has them: those of the sum of all elements
  * of d_out * out, with respect to x, y and w. Shapes: d_out that of out, d_x, d_y and d_w those of
- * x, y and w. Algebras, sizes, type, alignment and device: as forward. The result is the same in
- * each call. Written: d_x, d_y and d_w, which must not overlap an operand. */
+ * x, y and w. Types: d_out, d_x and d_y as x, d_w as w; d_w is added up in fp32, and rounded once.
+ * Algebras, sizes, alignment and device: as forward. The result is the same in each call. w and d_w
+ * have to be NULL if `unweighted` is 1. Written: d_x, d_y and d_w, which must not overlap an
+ * operand. */
 FK_API int fk_clifford_backward(const fk_clifford* clifford, const void* d_out, const void* x,
                                 const void* y, const void* w, void* d_x, void* d_y, void* d_w,
                                 void* workspace, size_t workspace_bytes,
@@ -375,10 +417,11 @@ FK_API int fk_clifford_connected_workspace(const fk_clifford* clifford, size_t* 
  * Algebras: (p, q, r) is (2, 0, 0) or (3, 0, 0). Shapes: x, y and out (blades, batch, features), w
  * (triples, features, features), whose rows are features of the product and whose columns are those
  * of the result; all row-major and dense. Order of blades and triples: as there. Each size is at
- * least 1; features is at most 8192, batch * features at most 2^30. Type: fp32; products and
- * weights are rounded to TF32, and added up in fp32. Alignment: each pointer to 16 bytes. Written:
- * out, which must not overlap an operand. Device: compute capability 9.0; the blocks of a kernel
- * start together, and so a call in another stream waits until there is room for all. */
+ * least 1; features is at most 8192, batch * features at most 2^30. `gate`, `unweighted` and
+ * `weight_type` are 0. Type: fp32; products and weights are rounded to TF32, and added up in fp32.
+ * Alignment: each pointer to 16 bytes. Written: out, which must not overlap an operand. Device:
+ * compute capability 9.0; the blocks of a kernel start together, and so a call in another stream
+ * waits until there is room for all. */
 FK_API int fk_clifford_connected_forward(const fk_clifford* clifford, const void* x, const void* y,
                                          const void* w, void* out, void* workspace,
                                          size_t workspace_bytes, struct CUstream_st* stream);
@@ -402,13 +445,16 @@ FK_API int fk_clifford_connected_backward(const fk_clifford* clifford, const voi
 FK_API int fk_gating_backward_workspace(const fk_gating* gating, size_t* bytes);
 
 /* The gradients of fk_gating_forward(). With s = x w1 + b1, v = x w2 + b2, d_s = d_out * v *
- * sigmoid(s) * (1 - sigmoid(s)) and d_v = d_out * sigmoid(s): d_x = d_s w1^T + d_v w2^T, d_w1 = x^T
- * d_s, d_w2 = x^T d_v, and d_b1 and d_b2 are the sums of the rows of d_s and d_v. Shapes: d_out
- * that of out, each gradient that of what it is the gradient of; rows of x are x_stride apart,
- * those of d_out out_stride, and all gradients are dense. inputs is at most 2^26; other sizes,
- * type, alignment and device: as forward. x w1, x w2, d_s and d_v are rounded to fp16 in between,
- * so that none may be beyond its range. Written: d_x, d_w1, d_w2, d_b1 and d_b2, which must not
- * overlap an operand. */
+ * gate'(s) and d_v = d_out * gate(s): d_x = d_s w1^T + d_v w2^T, d_w1 = x^T d_s, d_w2 = x^T d_v,
+ * and d_b1 and d_b2 are the sums of the rows of d_s and d_v. gate' is the slope of the gate, which
+ * of FK_GATE_RELU is 0 at 0. Shapes: d_out that of out, each gradient that of what it is the
+ * gradient of; rows of x are x_stride apart, those of d_out out_stride, and all gradients are
+ * dense. Of b1, b2, d_b1 and d_b2 each may be NULL: a bias is zeros then, and a gradient is not
+ * written. inputs is at most 2^26; of FK_FLOAT32 rows and inputs are at most 2^24; other sizes,
+ * type, alignment and device: as forward. In FK_FLOAT16 and FK_BFLOAT16 x w1, x w2, d_s and d_v are
+ * rounded to the type in between, so that none may be beyond its range; in the other types all
+ * products are as fk_product_forward() has them. Written: d_x, d_w1, d_w2, d_b1 and d_b2, which
+ * must not overlap an operand. */
 FK_API int fk_gating_backward(const fk_gating* gating, const void* d_out, const void* x,
                               const void* w1, const void* w2, const void* b1, const void* b2,
                               void* d_x, void* d_w1, void* d_w2, void* d_b1, void* d_b2,
@@ -421,8 +467,10 @@ FK_API int fk_softmax_backward_workspace(const fk_softmax* softmax, size_t* byte
 /* The gradients of fk_softmax_forward(), which has written probs. With g = probs * (d_probs - the
  * sum of d_probs * probs over each row): d_x = g w^T and d_w = x^T g. Shapes: d_probs that of
  * probs, d_x and d_w those of x and w. Each size is at least 1; rows and classes are at most 2^24,
- * inputs at most 2^26. Type: fp32, multiplied as in forward. Alignment and device: as forward.
- * Written: d_x and d_w, which must not overlap an operand. */
+ * inputs at most 2^26. Type: that of the description for all, multiplied as in forward. g is
+ * computed in fp32, and rounded to the type before the products: in fp16 what is below 2^-25
+ * becomes 0, so scale losses as for PyTorch's own fp16. Alignment and device: as forward. Written:
+ * d_x and d_w, which must not overlap an operand. */
 FK_API int fk_softmax_backward(const fk_softmax* softmax, const void* d_probs, const void* x,
                                const void* w, const void* probs, void* d_x, void* d_w,
                                void* workspace, size_t workspace_bytes, struct CUstream_st* stream);
@@ -437,10 +485,12 @@ FK_API int fk_cross_entropy_workspace(const fk_softmax* softmax, size_t* bytes);
  * and have not. A label is a class from 0 on; where it is none, such as -100, the row's loss is 0.
  * Shapes: x (rows, inputs), w (inputs, classes), labels, losses and log_sums (rows), logits (rows,
  * classes); all row-major and dense. Each size is at least 1; rows and classes are at most 2^24,
- * inputs at most 2^26. Type: fp32, multiplied in fp32, or as accurately by three products in TF32;
- * labels are int64_t. Alignment: each pointer to 16 bytes. Written: losses; and, for the gradients,
- * logits and log_sums. None of them may overlap an operand. Device: any that the library is built
- * for. */
+ * inputs at most 2^26. Type: that of the description for x and w, multiplied as
+ * fk_softmax_forward() has it; labels are int64_t or int32_t, as label_type says. Losses, logits
+ * and log_sums are fp32 for each type. So the loss is that of logits which have not been rounded,
+ * as where PyTorch casts logits to fp32 before its cross-entropy; they take 4 bytes each.
+ * Alignment: each pointer to 16 bytes. Written: losses; and, for the gradients, logits and
+ * log_sums. None of them may overlap an operand. Device: as fk_softmax_forward(). */
 FK_API int fk_cross_entropy_forward(const fk_softmax* softmax, const void* x, const void* w,
                                     const void* labels, void* losses, void* logits, void* log_sums,
                                     void* workspace, size_t workspace_bytes,
@@ -454,8 +504,9 @@ FK_API int fk_cross_entropy_backward_workspace(const fk_softmax* softmax, size_t
  * = d_losses[b] (exp(logits[b][c] - log_sums[b]) - (1 if c is labels[b])), and 0 in a row whose
  * label is no class: d_x = g w^T and d_w = x^T g. Where a log_sum is large, the row's sum is
  * computed once more, relative to its largest logit. Shapes: d_losses that of losses, d_x and d_w
- * those of x and w. Sizes, type, alignment and device: as forward. Written: d_x and d_w, which must
- * not overlap an operand. */
+ * those of x and w. Types: d_losses are fp32, d_x and d_w as x and w; g is rounded to their type as
+ * fk_softmax_backward() says. Sizes, other types, alignment and device: as forward. Written: d_x
+ * and d_w, which must not overlap an operand. */
 FK_API int fk_cross_entropy_backward(const fk_softmax* softmax, const void* d_losses, const void* x,
                                      const void* w, const void* labels, const void* logits,
                                      const void* log_sums, void* d_x, void* d_w, void* workspace,

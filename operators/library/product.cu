@@ -1,5 +1,7 @@
 // The products of operators/product, as the library exports them.
 
+#include <algorithm>
+
 #include "operators/library/call.h"
 #include "operators/library/products.h"
 #include "operators/product/fp32.cuh"
@@ -86,10 +88,55 @@ Task task_of(const fk_product& product) {
 
 }  // namespace
 
+template <typename T>
 std::vector<operators::Way> operators::library::half_product_ways(
+    const Workspace& workspace, const Memory<T>& a, const Memory<T>& b, const Memory<T>& c,
+    ProductShape shape, RowStrides strides) {
+  return HalfProduct<T>(workspace, a, b, c, shape, strides).ways();
+}
+template std::vector<operators::Way> operators::library::half_product_ways<half>(
+    const Workspace&, const Memory<half>&, const Memory<half>&, const Memory<half>&, ProductShape,
+    RowStrides);
+template std::vector<operators::Way> operators::library::half_product_ways<__nv_bfloat16>(
+    const Workspace&, const Memory<__nv_bfloat16>&, const Memory<__nv_bfloat16>&,
+    const Memory<__nv_bfloat16>&, ProductShape, RowStrides);
+
+std::vector<operators::Way> operators::library::tf32_product_ways(
+    const Workspace& workspace, const Memory<float>& a, const Memory<float>& b,
+    const Memory<float>& c, ProductShape shape, RowStrides strides) {
+  return Tf32Product<Math::tf32>(workspace, a, b, c, shape, strides).ways();
+}
+std::vector<operators::Way> operators::library::tf32x3_product_ways(
+    const Workspace& workspace, const Memory<float>& a, const Memory<float>& b,
+    const Memory<float>& c, ProductShape shape, RowStrides strides) {
+  return Tf32Product<Math::split>(workspace, a, b, c, shape, strides).ways();
+}
+
+template <typename T>
+static std::vector<operators::Way> half_product_steps(const operators::Workspace& workspace,
+                                                      const operators::Memory<T>& a,
+                                                      const operators::Memory<T>& b,
+                                                      const operators::Memory<T>& c,
+                                                      ProductShape shape, RowStrides strides) {
+  const auto ways = HalfProduct<T>(workspace, a, b, c, shape, strides).ways();
+  const auto best = std::min_element(ways.begin(), ways.end(),
+                                     [](const operators::Way& one, const operators::Way& other) {
+                                       return one.microseconds < other.microseconds;
+                                     });
+  if (best == ways.end()) return {};
+  return {*best};
+}
+
+std::vector<operators::Way> operators::library::product_steps(
     const Workspace& workspace, const Memory<half>& a, const Memory<half>& b, const Memory<half>& c,
     ProductShape shape, RowStrides strides) {
-  return HalfProduct<half>(workspace, a, b, c, shape, strides).ways();
+  return half_product_steps<half>(workspace, a, b, c, shape, strides);
+}
+
+std::vector<operators::Way> operators::library::product_steps(
+    const Workspace& workspace, const Memory<__nv_bfloat16>& a, const Memory<__nv_bfloat16>& b,
+    const Memory<__nv_bfloat16>& c, ProductShape shape, RowStrides strides) {
+  return half_product_steps<__nv_bfloat16>(workspace, a, b, c, shape, strides);
 }
 
 std::vector<operators::Way> operators::library::fp32_product_ways(const Workspace& workspace,

@@ -1,23 +1,61 @@
-// The products of product.cu, as steps of other operators: what computes them is many kernels,
-// which the library has once.
+// The products of product.cu and softmax.cu, as steps of other operators: what computes them is
+// many kernels, which the library has once.
 #pragma once
 
+#include <cuda_bf16.h>
 #include <cuda_fp16.h>
 
 #include <vector>
 
 #include "operators/operands.h"
 #include "operators/product/shape.h"
+#include "operators/softmax/logits.cuh"
+#include "operators/softmax/softmax.h"
 
 namespace operators::library {
 
-/// The ways to compute c = a b in fp16; see product::HalfProduct.
-std::vector<Way> half_product_ways(const Workspace& workspace, const Memory<half>& a,
-                                   const Memory<half>& b, const Memory<half>& c,
+/// The ways to compute c = a b in T, half or __nv_bfloat16; see product::HalfProduct.
+template <typename T>
+std::vector<Way> half_product_ways(const Workspace& workspace, const Memory<T>& a,
+                                   const Memory<T>& b, const Memory<T>& c,
                                    product::ProductShape shape, product::RowStrides strides);
-/// The same in fp32, of dense rows; see product::Fp32Product.
+/// The same of fp32, multiplied in TF32, or by three such products; see product::Tf32Product.
+std::vector<Way> tf32_product_ways(const Workspace& workspace, const Memory<float>& a,
+                                   const Memory<float>& b, const Memory<float>& c,
+                                   product::ProductShape shape, product::RowStrides strides);
+std::vector<Way> tf32x3_product_ways(const Workspace& workspace, const Memory<float>& a,
+                                     const Memory<float>& b, const Memory<float>& c,
+                                     product::ProductShape shape, product::RowStrides strides);
+/// The same, multiplied in fp32, of dense rows; see product::Fp32Product.
 std::vector<Way> fp32_product_ways(const Workspace& workspace, const Memory<float>& a,
                                    const Memory<float>& b, const Memory<float>& c,
                                    product::ProductShape shape);
+
+/// The ways to compute logits = x W in fp32. Of fp32 it is the one that should be the fastest, in
+/// fp32 or as accurate: on tensor cores, where the device has Hopper's, or on CUDA cores. There,
+/// rows may have parts if they are wanted; of other types they have none, nor slices. None if the
+/// shape is too large.
+std::vector<softmax::LogitsWay> logits_ways(const Workspace& workspace, const Memory<float>& x,
+                                            const Memory<float>& W, const Memory<float>& logits,
+                                            const softmax::SoftmaxShape& shape, bool parts_wanted);
+std::vector<softmax::LogitsWay> logits_ways(const Workspace& workspace, const Memory<half>& x,
+                                            const Memory<half>& W, const Memory<float>& logits,
+                                            const softmax::SoftmaxShape& shape, bool parts_wanted);
+std::vector<softmax::LogitsWay> logits_ways(const Workspace& workspace,
+                                            const Memory<__nv_bfloat16>& x,
+                                            const Memory<__nv_bfloat16>& W,
+                                            const Memory<float>& logits,
+                                            const softmax::SoftmaxShape& shape, bool parts_wanted);
+/// The steps of the way that should be the fastest to compute c = a b; none if it is too large. Of
+/// fp32 rows have to be dense.
+std::vector<Way> product_steps(const Workspace& workspace, const Memory<float>& a,
+                               const Memory<float>& b, const Memory<float>& c,
+                               product::ProductShape shape, product::RowStrides strides);
+std::vector<Way> product_steps(const Workspace& workspace, const Memory<half>& a,
+                               const Memory<half>& b, const Memory<half>& c,
+                               product::ProductShape shape, product::RowStrides strides);
+std::vector<Way> product_steps(const Workspace& workspace, const Memory<__nv_bfloat16>& a,
+                               const Memory<__nv_bfloat16>& b, const Memory<__nv_bfloat16>& c,
+                               product::ProductShape shape, product::RowStrides strides);
 
 }  // namespace operators::library

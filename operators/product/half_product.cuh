@@ -2,7 +2,7 @@
 // tiles that suit the shape; on other GPUs operators/product/portable/half.cuh.
 //
 //     A (rows x depth), B (depth x cols), C (rows x cols): T, row-major; dense, or with rows that
-//     are a multiple of 8 elements apart
+//     are a multiple of 8 elements apart. Or C is fp32, as the sums are, and dense.
 //
 // Lesson 3's kernel has one size of tile and needs aligned rows. Where it is slow, or impossible:
 //   - At N = 1024 there are 32 tiles for 132 multiprocessors. Of 64 x 128 there are 128. And the
@@ -29,21 +29,24 @@
 
 #include <algorithm>
 #include <string>
+#include <type_traits>
 #include <vector>
 
 #include "operators/product/plan.cuh"
 #include "operators/product/portable/half.cuh"
+#include "operators/product/store_sums.cuh"
 
 namespace operators::product {
 
 /// The ways to compute the product of A and B, of a shape that is at least 1 x 1 x 1. T: half or
 /// __nv_bfloat16. On Hopper those of product.cuh; on other GPUs from compute capability 8.0 on
-/// those of mma_tiles.cuh. C must not overlap A or B.
-template <typename T>
+/// those of mma_tiles.cuh. C must not overlap A or B. Out, the type of C: T; or float, for which
+/// there are fewer tiles.
+template <typename T, typename Out = T>
 class HalfProduct {
  public:
   HalfProduct(const Workspace& workspace, const Memory<T>& A, const Memory<T>& B,
-              const Memory<T>& C, ProductShape shape, RowStrides strides = {})
+              const Memory<Out>& C, ProductShape shape, RowStrides strides = {})
       : A_(workspace, A, shape.rows, shape.depth, strides.a),
         B_(workspace, B, shape.depth, shape.cols, strides.b),
         C_(C),
@@ -53,21 +56,33 @@ class HalfProduct {
         workspace_(workspace) {}
 
   std::vector<Way> ways() {
-    if (!is_hopper()) return portable_half_ways(workspace_, A_, B_, C_, c_stride_, shape_);
+    if (!is_hopper()) return portable_half_ways<T>(workspace_, A_, B_, C_, c_stride_, shape_);
     Ways ways(workspace_);
     const auto self = std::make_shared<const HalfProduct>(*this);
-    Choice::template offer<StoreRounded<T>>(ways, exchange_, shape_, A_.stride, B_.stride, c_rows(),
-                                            self, c_stride_ != 0);
-    offer_slices<Tiles<T, 64, 64, 1, 1, 1>, 4>(ways, self);
-    offer_slices<Tiles<T, 64, 128, 1, 1, 2>, 4>(ways, self);
-    offer_slices<Tiles<T, 128, 128, 1, 1, 2>, 2>(ways, self);
-    offer_slices<Tiles<T, 128, 128, 1, 1, 2>, 4>(ways, self);
-    offer_slices<Tiles<T, 64, 128, 2, 1, 2>, 2>(ways, self);
-    offer_slices<Tiles<T, 128, 128, 2, 2, 2>, 2>(ways, self);
-    offer_slices<OneRow<Tiles<T, 64, 64, 1, 1, 1>>, 4>(ways, self);
-    offer_slices<OneRow<Tiles<T, 64, 128, 1, 1, 2>>, 2>(ways, self);
+    using Choice = std::conditional_t<kSums, FewTiles, ManyTiles>;
+    Choice::template offer<Epilogue>(ways, exchange_, shape_, A_.stride, B_.stride, c_rows(), self,
+                                     c_stride_ != 0);
+    if constexpr (kSums) {
+      offer_slices<Tiles<T, 64, 128, 1, 1, 2>, 4>(ways, self);
+    } else {
+      offer_slices<Tiles<T, 64, 64, 1, 1, 1>, 4>(ways, self);
+      offer_slices<Tiles<T, 64, 128, 1, 1, 2>, 4>(ways, self);
+      offer_slices<Tiles<T, 128, 128, 1, 1, 2>, 2>(ways, self);
+      offer_slices<Tiles<T, 128, 128, 1, 1, 2>, 4>(ways, self);
+      offer_slices<Tiles<T, 64, 128, 2, 1, 2>, 2>(ways, self);
+      offer_slices<Tiles<T, 128, 128, 2, 2, 2>, 2>(ways, self);
+      offer_slices<OneRow<Tiles<T, 64, 64, 1, 1, 1>>, 4>(ways, self);
+      offer_slices<OneRow<Tiles<T, 64, 128, 1, 1, 2>>, 2>(ways, self);
+    }
     exchange_.allocate(workspace_);
-    return ways.found();
+    std::vector<Way> found = ways.found();
+    // Of very many rows or columns there are more tiles than Hopper's schedule counts.
+    if constexpr (kSums) {
+      if (found.empty()) {
+        return portable_half_ways<T>(workspace_, A_, B_, C_, c_stride_, shape_);
+      }
+    }
+    return found;
   }
 
   /// A way with whole tiles, or tiles that clusters share.
@@ -82,7 +97,7 @@ class HalfProduct {
   // also boxes for results). These were chosen among more tiles, as those that lose the least at
   // shapes of all sizes; the ones of OneRow are for few rows, and those in slices of clusters that
   // share copies for a long k.
-  using Choice =
+  using ManyTiles =
       TileChoice<Tiles<T, 128, 256, 2, 1, 2>, Tiles<T, 128, 192, 2, 1, 3>,
                  Tiles<T, 192, 192, 1, 2, 1>, Tiles<T, 128, 144, 4, 2, 1>,
                  Tiles<T, 64, 192, 4, 2, 3>, Tiles<T, 64, 128, 1, 1, 2>, Tiles<T, 64, 128, 2, 1, 2>,
@@ -101,19 +116,38 @@ class HalfProduct {
                  OneRow<TransposedTiles<T, 32, 128, 1, 1>>, OneRow<Tiles<T, 64, 128, 2, 1, 2>>,
                  OneRow<TransposedTiles<T, 128, 128, 2, 1>>, OneRow<Tiles<T, 128, 192, 2, 1, 3>>>;
 
-  /// How many elements the rows of C are apart.
-  int64_t c_rows() const { return c_stride_ != 0 ? c_stride_ : shape_.cols; }
+  // Of sums in fp32: each of these is a kernel more to compile, for large shapes, for small ones
+  // and for few rows.
+  using FewTiles =
+      TileChoice<Tiles<T, 128, 256, 2, 1, 2>, Tiles<T, 128, 192, 2, 1, 3>,
+                 TransposedTiles<T, 176, 192, 2, 1>, TransposedTiles<T, 128, 128, 2, 1>,
+                 Tiles<T, 64, 128, 1, 1, 2>, Tiles<T, 64, 64, 1, 1, 1>,
+                 OneRow<TransposedTiles<T, 32, 128, 1, 1>>, OneRow<Tiles<T, 64, 128, 2, 1, 2>>>;
+
+  static constexpr bool kSums = !std::is_same_v<T, Out>;
+  using Epilogue = std::conditional_t<kSums, StoreSums<T>, StoreRounded<T>>;
+
+  /// How far the rows of C are apart, in elements of T.
+  int64_t c_rows() const {
+    return (c_stride_ != 0 ? c_stride_ : shape_.cols) * int64_t{sizeof(Out) / sizeof(T)};
+  }
 
   template <class Tile, int kGrids>
-  using Whole = MatrixProduct<Tile, StoreRounded<T>, kGrids>;
+  using Whole = MatrixProduct<Tile, Epilogue, kGrids>;
+
+  template <class Tile>
+  Epilogue epilogue() const {
+    if constexpr (kSums) {
+      return {{C_, shape_.rows, shape_.cols}};
+    } else {
+      return rounded_to<T>(C_, shape_.rows, shape_.cols, Tile::kOutRows, c_stride_);
+    }
+  }
 
   template <class Tile, int kGrids = 1>
   Whole<Tile, kGrids> work(const Schedule<Tile>& schedule, const Exchange& exchange) const {
-    return {{{A_.map(Tile::kRowsA)}},
-            {{B_.map(Tile::kRowsB)}},
-            rounded_to<T>(C_, shape_.rows, shape_.cols, Tile::kOutRows, c_stride_),
-            schedule,
-            exchange};
+    return {
+        {{A_.map(Tile::kRowsA)}}, {{B_.map(Tile::kRowsB)}}, epilogue<Tile>(), schedule, exchange};
   }
 
   template <class Work>
@@ -138,7 +172,7 @@ class HalfProduct {
   }
 
   AlignedRows<T> A_, B_;
-  Memory<T> C_;
+  Memory<Out> C_;
   int64_t c_stride_;
   ExchangeMemory exchange_;
   ProductShape shape_;

@@ -19,13 +19,12 @@
 
 #include "operators/product/plan.cuh"
 #include "operators/product/portable/tf32.cuh"
+#include "operators/product/split_tf32.cuh"
 #include "operators/product/tf32.cuh"
-#include "operators/softmax/transposed_product.cuh"
 
 namespace operators::product {
 
 using namespace primitives;
-using softmax::Math;
 
 /// A block has kRows rows by 128 columns of C, of which each of two consumers multiplies 64, and a
 /// cluster kBesides such tiles beside each other, which share what they copy of A. (Of C^T they
@@ -116,8 +115,8 @@ struct Tf32MatrixProduct {
     for (Piece piece; pieces.get(piece);) {
       for (int step = piece.begin; step < piece.end; ++step) {
         Stage& stage = reader.wait();
-        softmax::split_all(stage.a[0].elements, stage.a[1].elements, kElements, threadIdx.x - 32,
-                           kSplitting);
+        split_all(stage.a[0].elements, stage.a[1].elements, kElements, threadIdx.x - 32,
+                  kSplitting);
         shared_fence();
         reader.done_with(shared.split_done);
         reader.next();
@@ -144,7 +143,7 @@ struct Tf32MatrixProduct {
       const auto start = [&](const LeftFragments<float>& b, const Stage& stage, bool add) {
         if constexpr (Tile::kSplit) {
           reader.wait_for(shared.split_done);
-          softmax::add_split(sum, b, stage.a[0], stage.a[1]);
+          add_split(sum, b, stage.a[0], stage.a[1]);
         } else {
           sum.start_product(b, stage.a[0].columns(), add);
         }

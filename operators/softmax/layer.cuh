@@ -189,11 +189,11 @@ inline Product half_fused(const Layer& layer, const char* name, AnyKernel kernel
     if (slices > 1) results.out = sliced;
     launch(results, slices);
     if (parts) {
-      launch_clusters_on(stream, finish_columns<kSoftmaxThreads>, 1, true,
+      launch_clusters_on(stream, finish_columns<kSoftmaxThreads, float>, 1, true,
                          dim3(B, blocks_for(C, kPartColumns)), kSoftmaxThreads, 0, out, out,
                          results.parts, C, tiles);
     } else {
-      softmax(results.out, out, shape, results.parts, slices, stream);
+      softmax<float>(results.out, out, shape, results.parts, slices, stream);
     }
   };
   Product product = product_of(name, kernel, shared_bytes, both);

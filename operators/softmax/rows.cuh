@@ -2,9 +2,12 @@
 // *softmax of logits*.
 #pragma once
 
+#include <type_traits>
+
 #include "operators/softmax/softmax.h"
 #include "primitives/early_launch.cuh"
 #include "primitives/launch.h"
+#include "primitives/mma.cuh"
 #include "primitives/row_parts.cuh"
 
 namespace operators::softmax {
@@ -58,6 +61,17 @@ __device__ MaxSum block_merge(MaxSum part) {
 
 // ---- Softmax in a kernel of its own -------------------------------------------------------------
 
+/// Stores four neighbours of a row, rounded to T. `to` is a multiple of four of them behind the
+/// start of the matrix.
+template <typename T>
+__device__ inline void store_four(T* to, float4 four) {
+  if constexpr (std::is_same_v<T, float>) {
+    *reinterpret_cast<float4*>(to) = four;
+  } else {
+    *reinterpret_cast<uint2*>(to) = pack4<T>(four);
+  }
+}
+
 constexpr int kSoftmaxThreads = 256;
 
 // kGroup threads, a warp or the block, share a row of at most kGroup * kValues logits, and keep it
@@ -66,16 +80,16 @@ constexpr int kSoftmaxThreads = 256;
 // neighbours, then the kWidth neighbours that are kGroup * kWidth columns further on, and so on.
 //
 // If the product's D is cut into slices, a logit is the sum of `slices` numbers: logits are
-// (slices, B, C), and are added up as they are read.
-template <int kGroup, int kValues, int kWidth>
+// (slices, B, C), and are added up as they are read. Probabilities are rounded to T.
+template <int kGroup, int kValues, int kWidth, typename T>
 __global__ void __launch_bounds__(kSoftmaxThreads)
-    softmax_rows(const float* logits, float* probs, int B, int C, int slices) {
+    softmax_rows(const float* logits, T* probs, int B, int C, int slices) {
   start_next_kernel();
   wait_for_previous_kernel();
   const int row = blockIdx.x * (kSoftmaxThreads / kGroup) + threadIdx.x / kGroup;
   if (row >= B) return;
   const float* from = logits + static_cast<size_t>(row) * C;
-  float* to = probs + static_cast<size_t>(row) * C;
+  T* to = probs + static_cast<size_t>(row) * C;
   const int col0 = threadIdx.x % kGroup * kWidth;
   float v[kValues];
 #pragma unroll
@@ -124,10 +138,10 @@ __global__ void __launch_bounds__(kSoftmaxThreads)
     const int col = col0 + i * kGroup;
     if (col >= C) continue;
     if constexpr (kWidth == 4) {
-      *reinterpret_cast<float4*>(to + col) = {v[i] * factor, v[i + 1] * factor, v[i + 2] * factor,
-                                              v[i + 3] * factor};
+      store_four(to + col,
+                 {v[i] * factor, v[i + 1] * factor, v[i + 2] * factor, v[i + 3] * factor});
     } else {
-      to[col] = v[i] * factor;
+      to[col] = T(v[i] * factor);
     }
   }
 }
@@ -171,11 +185,12 @@ __global__ void __launch_bounds__(kThreads)
     parts[static_cast<size_t>(blockIdx.x) * gridDim.y + blockIdx.y] = {all.largest, all.sum};
 }
 
-/// Turns logits (B, C) into probabilities, in place or not. A block has kPartColumns columns of row
-/// blockIdx.x. It reads all of the row's `count` maxima and sums, and merges them.
-template <int kThreads>
+/// Turns logits (B, C) into probabilities, rounded to T, in place (of fp32) or not. A block has
+/// kPartColumns columns of row blockIdx.x. It reads all of the row's `count` maxima and sums, and
+/// merges them.
+template <int kThreads, typename T>
 __global__ void __launch_bounds__(kThreads)
-    finish_columns(const float* logits, float* out, const float2* parts, int C, int count) {
+    finish_columns(const float* logits, T* out, const float2* parts, int C, int count) {
   start_next_kernel();
   wait_for_previous_kernel();
   constexpr int kValues = kPartColumns / kThreads;
@@ -195,7 +210,7 @@ __global__ void __launch_bounds__(kThreads)
   const float base = base_of(all.largest), factor = 1 / all.sum;
 #pragma unroll
   for (int i = 0; i < kValues; ++i) {
-    if (first + i * kThreads < C) out[start + first + i * kThreads] = expf(v[i] - base) * factor;
+    if (first + i * kThreads < C) out[start + first + i * kThreads] = T(expf(v[i] - base) * factor);
   }
 }
 
@@ -205,16 +220,20 @@ constexpr int kLongestInRegisters = 8192;
 /// probs = softmax(logits). The logits are (B, C) or, as sums of `slices` numbers each, (slices, B,
 /// C). A warp or a block has a row. Several blocks share a row of more than kLongestInRegisters
 /// columns: a first kernel writes the maximum and the sum of each part to `parts` (B, C /
-/// kPartColumns), and a second one reads the logits again.
-inline void softmax(const float* logits, float* probs, const SoftmaxShape& shape, float2* parts,
-                    int slices = 1, cudaStream_t stream = nullptr) {
+/// kPartColumns), and a second one reads the logits again. Only probabilities in fp32 may come of
+/// several slices, whose sums are written in their place.
+template <typename T>
+void softmax(const float* logits, T* probs, const SoftmaxShape& shape, float2* parts,
+             int slices = 1, cudaStream_t stream = nullptr) {
   const int B = static_cast<int>(shape.rows), C = static_cast<int>(shape.classes);
   if (C > kLongestInRegisters) {
     const dim3 grid(B, blocks_for(C, kPartColumns));
+    float* sums = nullptr;
+    if constexpr (std::is_same_v<T, float>) sums = probs;
     launch_clusters_on(stream, sum_row_parts<kSoftmaxThreads>, 1, true, grid, kSoftmaxThreads, 0,
-                       logits, probs, parts, C, slices);
-    launch_clusters_on(stream, finish_columns<kSoftmaxThreads>, 1, true, grid, kSoftmaxThreads, 0,
-                       slices > 1 ? probs : logits, probs, parts, C, static_cast<int>(grid.y));
+                       logits, sums, parts, C, slices);
+    launch_clusters_on(stream, finish_columns<kSoftmaxThreads, T>, 1, true, grid, kSoftmaxThreads,
+                       0, slices > 1 ? sums : logits, probs, parts, C, static_cast<int>(grid.y));
     return;
   }
   const unsigned warps = blocks_for(B, kSoftmaxThreads / 32);
@@ -223,19 +242,19 @@ inline void softmax(const float* logits, float* probs, const SoftmaxShape& shape
                        slices);
   };
   if (C % 4 != 0 && C <= 32) {
-    launch(softmax_rows<32, 1, 1>, warps);
+    launch(softmax_rows<32, 1, 1, T>, warps);
   } else if (C <= 128) {
-    launch(C % 4 != 0 ? softmax_rows<32, 4, 1> : softmax_rows<32, 4, 4>, warps);
+    launch(C % 4 != 0 ? softmax_rows<32, 4, 1, T> : softmax_rows<32, 4, 4, T>, warps);
   } else if (C <= 1024 && B <= 512) {  // few rows: more threads for each
-    launch(C % 4 != 0 ? softmax_rows<256, 4, 1> : softmax_rows<256, 4, 4>, B);
+    launch(C % 4 != 0 ? softmax_rows<256, 4, 1, T> : softmax_rows<256, 4, 4, T>, B);
   } else if (C <= 1024) {
-    launch(C % 4 != 0 ? softmax_rows<32, 32, 1> : softmax_rows<32, 32, 4>, warps);
+    launch(C % 4 != 0 ? softmax_rows<32, 32, 1, T> : softmax_rows<32, 32, 4, T>, warps);
   } else if (C <= 2048) {
-    launch(C % 4 != 0 ? softmax_rows<256, 8, 1> : softmax_rows<256, 8, 4>, B);
+    launch(C % 4 != 0 ? softmax_rows<256, 8, 1, T> : softmax_rows<256, 8, 4, T>, B);
   } else if (C <= 4096) {
-    launch(C % 4 != 0 ? softmax_rows<256, 16, 1> : softmax_rows<256, 16, 4>, B);
+    launch(C % 4 != 0 ? softmax_rows<256, 16, 1, T> : softmax_rows<256, 16, 4, T>, B);
   } else {
-    launch(C % 4 != 0 ? softmax_rows<256, 32, 1> : softmax_rows<256, 32, 4>, B);
+    launch(C % 4 != 0 ? softmax_rows<256, 32, 1, T> : softmax_rows<256, 32, 4, T>, B);
   }
 }
 

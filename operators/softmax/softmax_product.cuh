@@ -20,7 +20,7 @@
 //                   each other its maximum and sum
 //
 // docs/softmax.md says which of them a shape has, and why. The caller chooses how they multiply
-// (Math in fp32_product.cuh).
+// (product::Math).
 //
 // Each kind but the first can leave logits for the softmax of rows.cuh: that is unfused. Fused is
 // one launch. Half fused is two, but the second one reads each logit once, since a row's maximum
@@ -33,11 +33,11 @@
 #include <string>
 #include <vector>
 
-#include "operators/softmax/cluster.cuh"
 #include "operators/softmax/few.cuh"
+#include "operators/softmax/hopper/cluster.cuh"
+#include "operators/softmax/hopper/narrow.cuh"
+#include "operators/softmax/hopper/plans.cuh"
 #include "operators/softmax/layer.cuh"
-#include "operators/softmax/narrow.cuh"
-#include "operators/softmax/plans.cuh"
 #include "operators/softmax/rows.cuh"
 #include "operators/softmax/tiles.cuh"
 
@@ -153,8 +153,8 @@ class SoftmaxProduct {
       if (std::none_of(kind.unfused.begin(), kind.unfused.end(), same)) {
         const auto launch = [product, self = *this] {
           product.launch(self.results(Epilogue::logits));
-          softmax(self.logits_, self.probs_, self.layer_.shape, self.parts_, 1,
-                  self.layer_.workspace.stream);
+          softmax<float>(self.logits_, self.probs_, self.layer_.shape, self.parts_, 1,
+                         self.layer_.workspace.stream);
         };
         kind.unfused.push_back({tiles, unfused_microseconds, launch, product.shared_bytes});
       }

@@ -1,14 +1,18 @@
 // softmax(x W) on any GPU. Either a block has all columns of some rows; or, if a row has too many
-// columns for that, a tile. The product is that of fp32_product.cuh, in any of its maths. Results
-// (layer.cuh) say what becomes of its sums.
+// columns for that, a tile. The product is that of
+// operators/product/portable/fp32_tiles.cuh, in any of its maths. Results (layer.cuh) say what
+// becomes of its sums.
 #pragma once
 
 #include <algorithm>
 
-#include "operators/softmax/fp32_product.cuh"
+#include "operators/product/portable/fp32_tiles.cuh"
 #include "operators/softmax/layer.cuh"
 
 namespace operators::softmax {
+
+using product::Factors, product::factors_of, product::Math, product::MathTile;
+using product::multiply_tiles, product::store_run, product::TileSums;
 
 // ---- All columns --------------------------------------------------------------------------------
 
@@ -247,12 +251,14 @@ Product make_product(const Layer& layer) {
   const bool large = most_shared_bytes() >= 220 << 10;
   const bool medium = most_shared_bytes() >= 126 << 10;
   if (C <= 16) {
-    return make_all_columns<Tile<kMath, kMath == Math::fp32 ? 8 : 16, 16, 64, 1, 1, 8, 3>>(layer);
+    return make_all_columns<MathTile<kMath, kMath == Math::fp32 ? 8 : 16, 16, 64, 1, 1, 8, 3>>(
+        layer);
   }
   constexpr int kCols = kMath == Math::fp32 ? 64 : 56;
-  if (C <= kCols && medium) return make_all_columns<Tile<kMath, 16, kCols, 64, 1, 1, 8, 4>>(layer);
-  if (C <= 104 && large) return make_all_columns<Tile<kMath, 32, 104, 64, 2, 1, 4, 4>>(layer);
-  if (C <= 256 && large) return make_all_columns<Tile<kMath, 32, 256, 32, 1, 4, 2, 3>>(layer);
+  if (C <= kCols && medium)
+    return make_all_columns<MathTile<kMath, 16, kCols, 64, 1, 1, 8, 4>>(layer);
+  if (C <= 104 && large) return make_all_columns<MathTile<kMath, 32, 104, 64, 2, 1, 4, 4>>(layer);
+  if (C <= 256 && large) return make_all_columns<MathTile<kMath, 32, 256, 32, 1, 4, 2, 3>>(layer);
   if (large || (medium && C > 256)) {
     // A warp's sums are 64 x 32 in TF32, as W comes from shared memory in single floats. In fp32
     // they are 32 x 64, as both factors come as vectors of 4. In 3xTF32 they are 32 x 32, of twice
@@ -260,9 +266,9 @@ Product make_product(const Layer& layer) {
     // operand.
     constexpr int kWarpsM = kMath == Math::tf32 ? 2 : 4;
     constexpr int kWarpsN = kMath == Math::fp32 ? 2 : 4;
-    return make_column_tiles<Tile<kMath, 128, 128, 32, kWarpsM, kWarpsN, 1, 3>>(layer);
+    return make_column_tiles<MathTile<kMath, 128, 128, 32, kWarpsM, kWarpsN, 1, 3>>(layer);
   }
-  return make_column_tiles<Tile<kMath, 64, 64, 32, 2, 2, 1, 2>>(layer);
+  return make_column_tiles<MathTile<kMath, 64, 64, 32, 2, 2, 1, 2>>(layer);
 }
 
 }  // namespace operators::softmax

@@ -38,13 +38,14 @@ Memory<T> factor(int rows, int cols) {
   return matrix;
 }
 
-/// Runs at most `most` ways of Operator<T>, twice each; returns whether all are right, and there is
-/// one. A relative error of `rounding` is what rounding the exact sum may leave.
-template <typename T, class Operator>
+/// Runs at most `most` ways of Operator<T>, twice each, whose result is in Out; returns whether all
+/// are right, and there is one. A relative error of `rounding` is what rounding the exact sum may
+/// leave.
+template <typename T, class Operator, typename Out = T>
 bool right(const char* name, const ProductShape& shape, size_t most, double rounding) {
   const Memory<T> A = factor<T>(shape.rows, shape.depth), B = factor<T>(shape.depth, shape.cols);
   const size_t count = static_cast<size_t>(shape.rows) * shape.cols;
-  const Memory<T> C = memory_of<T>(count, 0xff);
+  const Memory<Out> C = memory_of<Out>(count, 0xff);
   std::vector<double> expected(count);
   for (int row = 0; row < shape.rows; ++row) {
     for (int k = 0; k < shape.depth; ++k) {
@@ -58,15 +59,15 @@ bool right(const char* name, const ProductShape& shape, size_t most, double roun
             [](const Way& a, const Way& b) { return a.microseconds < b.microseconds; });
   ways.resize(std::min(ways.size(), most));
   bool all = !ways.empty();
-  std::vector<T> host(count);
+  std::vector<Out> host(count);
   for (const Way& way : ways) {
     bool ok = true;
     for (int launch = 0; launch < 2; ++launch) {  // a launch leaves what the next one needs
-      CUDA_CHECK(cudaMemset(C, 0xff, count * sizeof(T)));
+      CUDA_CHECK(cudaMemset(C, 0xff, count * sizeof(Out)));
       way.launch();
       CUDA_CHECK(cudaGetLastError());
       CUDA_CHECK(cudaDeviceSynchronize());
-      CUDA_CHECK(cudaMemcpy(host.data(), C, count * sizeof(T), cudaMemcpyDeviceToHost));
+      CUDA_CHECK(cudaMemcpy(host.data(), C, count * sizeof(Out), cudaMemcpyDeviceToHost));
       for (size_t i = 0; i < count; ++i) {  // written so that a NaN is never right
         const double found = static_cast<float>(host[i]);
         ok = ok && std::fabs(found - expected[i]) <= rounding * std::fabs(expected[i]);
@@ -92,6 +93,7 @@ int main(int argc, char** argv) {
     ok = right<float, Tf32Product<Math::tf32>>("tf32", shape, most, 0) && ok;
     ok = right<float, Tf32Product<Math::split>>("3xtf32", shape, most, 0) && ok;
     ok = right<half, HalfProduct<half>>("fp16", shape, most, 0x1p-11) && ok;
+    ok = right<half, HalfProduct<half, float>, float>("fp16 to fp32", shape, most, 0) && ok;
     ok = right<__nv_bfloat16, HalfProduct<__nv_bfloat16>>("bf16", shape, most, 0x1p-8) && ok;
   }
   return ok ? 0 : 1;

@@ -44,14 +44,15 @@ def test_product_shapes(sizes, multiprocessors, monkeypatch):
     monkeypatch.setenv("CUDA_CPU_MULTIPROCESSORS", multiprocessors)
     result = run_program(TESTS / "product_shapes", *sizes.split(), "3")
     assert result.returncode == 0, result.stdout + result.stderr
-    assert {line.split(",")[0] for line in result.stdout.splitlines()} == {"fp32", "tf32", "3xtf32", "fp16",
-                                                                        "bf16"}
+    assert {line.split(",")[0] for line in result.stdout.splitlines()} == {
+        "fp32", "tf32", "3xtf32", "fp16", "fp16 to fp32", "bf16"}
 
 
 @pytest.mark.parametrize("capability", ["8.0", "8.6"])
 @pytest.mark.parametrize("program, sizes, ways", [
     ("product_shapes", "33 72 41", "fp16, mma.sync"), ("product_shapes", "257 136 520", "fp16, mma.sync"),
-    ("product_shapes", "20 40 2100", "slices"), ("gating_shapes", "65 7 9", "rows copied"),
+    ("product_shapes", "257 136 520", "fp16 to fp32, mma.sync"), ("product_shapes", "20 40 2100", "slices"),
+    ("gating_shapes", "65 7 9", "rows copied"),
     ("gating_shapes", "500 64 72", "resident"), ("gating_shapes", "300 128 64", "resident"),
     ("gating_shapes", "70 512 96", "slices"),
 ])

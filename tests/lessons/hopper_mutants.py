@@ -42,7 +42,7 @@ KERNEL = "operators/product/product.cuh"  # judged with hopper_product
 # What is put in the place of the program's #include of it, and has the mistakes.
 HEADERS = {
     PRODUCT: (*SHARED, KERNEL, "operators/product/plan.cuh", "operators/product/sliced.cuh",
-              "operators/product/tf32.cuh", "operators/softmax/transposed_product.cuh",
+              "operators/product/tf32.cuh", "operators/product/split_tf32.cuh",
               "operators/product/tf32_product.cuh"),
     "operators_gating": ("operators/gating/rows.cuh", "operators/gating/resident.cuh", "operators/gating/portable.cuh",
                          "operators/gating/layer.cuh"),
@@ -54,9 +54,10 @@ HEADERS = {
     "operators_attention": ("operators/attention/hopper.cuh", "operators/attention/layer.cuh"),
     "operators_gradients": (*SHARED, "operators/gradients/features.cuh", "operators/gradients/forward.cuh",
                             "operators/gradients/backward.cuh", "operators/gradients/tiles.cuh"),
-    "operators_softmax": (*SHARED, KERNEL, "operators/softmax/softmax_product.cuh", "operators/softmax/cluster.cuh",
-                          "operators/softmax/plans.cuh", "operators/softmax/exchange.cuh",
-                          "operators/softmax/narrow.cuh", "operators/softmax/transposed_product.cuh",
+    "operators_softmax": (*SHARED, KERNEL, "operators/softmax/softmax_product.cuh",
+                          "operators/softmax/hopper/cluster.cuh", "operators/softmax/hopper/plans.cuh",
+                          "operators/softmax/hopper/exchange.cuh", "operators/softmax/hopper/narrow.cuh",
+                          "operators/softmax/hopper/transposed_product.cuh", "operators/product/split_tf32.cuh",
                           "operators/softmax/few.cuh"),
     "operators_clifford": ("operators/clifford/row_exchange.cuh", "operators/clifford/streamed.cuh",
                            "operators/clifford/layer.cuh"),
@@ -147,6 +148,11 @@ OTHERS = {
     BACKWARD: [
         (r"Stage& stage = (writer\.wait\(\))", "shared.pipeline.stage(writer.ring.stage)"),
         (r"shared\.dS\[(step % 2)\]\[box\]", "(step + 1) % 2"),
+        # In order: a count that nobody raises, or that lets others pass; sums that begin with what was there.
+        (r"count\.fetch_add\((1), cuda", "0"),
+        (r"count\.fetch_add\(1, (cuda::memory_order_release)\)", "cuda::memory_order_relaxed"),
+        (r"is_turn = (next\.load\(cuda::memory_order_acquire\) >= before)", "true"),
+        (r"(key_tile == 0) \? bulk_store", "false"),
         (r"(wait_for_previous_kernel\(\));\s+const float4", "static_cast<void>(0)"),
     ],
     # Planes that are read before they are there, or told of before whoever sees that sees them, too; a
@@ -376,6 +382,11 @@ RUNS = {
           "--kernel", "^(warp specialization|reduce-add)$"), 2),
         (("170", "--keys", "150", "--width", "128", "--heads", "2", "--kv-heads", "1", "--batch", "1", "--causal",
           "--kernel", "^(warp specialization|reduce-add)$"), 2),
+        # In order: three blocks of a head, one of which starts when another one has ended.
+        (("300", "--keys", "300", "--width", "64", "--heads", "2", "--kv-heads", "1", "--batch", "1", "--full",
+          "--kernel", "^deterministic$"), 2),
+        (("170", "--keys", "300", "--width", "128", "--heads", "2", "--kv-heads", "1", "--batch", "1", "--causal",
+          "--kernel", "^deterministic$"), 3),
     ],
     "operators_attention": [
         (("150", "--keys", "300", "--width", "64", "--heads", "4", "--batch", "1", "--causal", "--hard-rows",

@@ -143,11 +143,12 @@ HEADERS = {
     DIFFUSION: (RING,),
     SPATIAL: (RING,),
     SOFTMAX: (RING,),
-    OF_SOFTMAX: ("operators/softmax/softmax_product.cuh", "operators/softmax/cluster.cuh", "operators/softmax/plans.cuh",
-                 "operators/softmax/exchange.cuh", "operators/softmax/narrow.cuh",
-                 "operators/softmax/transposed_product.cuh", "operators/softmax/few.cuh",
-                 "operators/softmax/tiles.cuh", "operators/softmax/layer.cuh",
-                 "operators/softmax/rows.cuh", "operators/softmax/fp32_product.cuh", "primitives/row_parts.cuh", RING),
+    OF_SOFTMAX: ("operators/softmax/softmax_product.cuh", "operators/softmax/hopper/cluster.cuh",
+                 "operators/softmax/hopper/plans.cuh", "operators/softmax/hopper/exchange.cuh",
+                 "operators/softmax/hopper/narrow.cuh", "operators/softmax/hopper/transposed_product.cuh",
+                 "operators/softmax/few.cuh", "operators/softmax/tiles.cuh", "operators/softmax/layer.cuh",
+                 "operators/softmax/rows.cuh", "operators/product/portable/fp32_tiles.cuh",
+                 "operators/product/split_tf32.cuh", "primitives/row_parts.cuh", RING),
     TRAINING: ("primitives/row_parts.cuh",),
 }
 

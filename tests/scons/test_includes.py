@@ -3,6 +3,7 @@
     lesson       checks, primitives, common
     operators    primitives, operators
     operators/bench    operators, checks, primitives, common
+    operators/product  primitives, operators/product, operators/NAME.h: what others have in common, never another operator
     checks       common, primitives, and operators/operands.h, and operators/NAME/NAME.h or tensors.h
     primitives   primitives; on the CPU backend, cpu
     common       common, cpu
@@ -21,6 +22,7 @@ from includes import ROOT, closure, included_by, linked_sources, sources_of
 HEADERS = (".h", ".cuh")
 ROOMS = {
     "operators/bench": r"(primitives|operators|problems|common)/",
+    "operators/product": r"primitives/|operators/(product/|\w+\.h$)",
     "operators": r"primitives/|operators/(?!bench/)",
     "problems": r"(common|primitives|problems)/|operators/(operands\.h|(\w+)/(\3|tensors)\.h)$",
     "primitives": r"primitives/|cpu/",
@@ -60,6 +62,7 @@ def test_rooms_include_only_what_is_below_them():
     ("operators/softmax/rows.cuh", "problems/softmax/softmax.h"),
     ("operators/product/plan.cuh", "common/lesson.h"),
     ("operators/product/plan.cuh", "operators/bench/clifford_unfused.cuh"),
+    ("operators/product/portable/tf32.cuh", "operators/softmax/layer.cuh"),
     ("3_matmul_tensorcore.cu", "operators/product/product.cuh"),
     ("6_gating_fused.cu", "operators/gating/gating.h"),
     ("bonus_clifford_fully_connected.cu", "operators/clifford/algebra.cuh"),

@@ -18,6 +18,7 @@
 #include "operators/product/plan.cuh"
 #include "operators/product/portable/mma_tiles.cuh"
 #include "operators/product/shape.h"
+#include "operators/product/store_sums.cuh"
 
 namespace operators::product {
 
@@ -178,23 +179,47 @@ double bytes_copied(const AlignedRows<T>& matrix) {
   return matrix.copied ? 1.0 * sizeof(T) * matrix.rows * matrix.stride : 0;
 }
 
-/// The ways to compute C = A B. c_stride: 0 if C is dense.
+/// The ways to compute C = A B with these tiles and this epilogue.
+template <typename T, class... Tiles, class Epilogue>
+std::vector<Way> mma_half_ways(const Workspace& workspace, const AlignedRows<T>& A,
+                               const AlignedRows<T>& B, ProductShape shape,
+                               const std::function<Epilogue()>& epilogue) {
+  using Launch = MmaLaunch<T, 1, Epilogue>;
+  const auto make = [=] {
+    return Launch{{{A.job(), B.job()}},
+                  {A.data(), {B.data()}, A.stride, B.stride, shape.rows, shape.cols, shape.depth},
+                  epilogue()};
+  };
+  return MmaWays<T, 1, Epilogue>(workspace, shape, bytes_copied(A) + bytes_copied(B), make)
+      .template ways<Tiles...>();
+}
+
+/// The same of results in T. c_stride: 0 if C is dense.
 template <typename T>
 std::vector<Way> portable_half_ways(const Workspace& workspace, const AlignedRows<T>& A,
                                     const AlignedRows<T>& B, const Memory<T>& C, int64_t c_stride,
                                     ProductShape shape) {
-  using Launch = MmaLaunch<T, 1, MmaStore<T>>;
-  const auto make = [=] {
-    return Launch{{{A.job(), B.job()}},
-                  {A.data(), {B.data()}, A.stride, B.stride, shape.rows, shape.cols, shape.depth},
-                  {{C, c_stride != 0 ? c_stride : shape.cols, shape.rows, shape.cols}}};
+  const std::function<MmaStore<T>()> epilogue = [=] {
+    return MmaStore<T>{{C, c_stride != 0 ? c_stride : shape.cols, shape.rows, shape.cols}};
   };
   // The first wants more shared memory than compute capability 8.6 has. Two blocks of the second,
   // and of the third, fit on an 8.6.
-  return MmaWays<T, 1, MmaStore<T>>(workspace, shape, bytes_copied(A) + bytes_copied(B), make)
-      .template ways<MmaTile<256, 128, 64, 4, 2, 3, 1>, MmaTile<128, 256, 32, 2, 4, 4, 1>,
-                     MmaTile<128, 128, 64, 2, 2, 3, 2>, MmaTile<128, 128, 32, 2, 2, 3, 2>,
-                     MmaTile<128, 64, 32, 2, 2, 4, 3>, MmaTile<64, 64, 64, 2, 2, 3, 4>>();
+  return mma_half_ways<T, MmaTile<256, 128, 64, 4, 2, 3, 1>, MmaTile<128, 256, 32, 2, 4, 4, 1>,
+                       MmaTile<128, 128, 64, 2, 2, 3, 2>, MmaTile<128, 128, 32, 2, 2, 3, 2>,
+                       MmaTile<128, 64, 32, 2, 2, 4, 3>, MmaTile<64, 64, 64, 2, 2, 3, 4>>(
+      workspace, A, B, shape, epilogue);
+}
+
+/// The same of results in fp32. There are fewer tiles, since each is a kernel more to compile.
+template <typename T>
+std::vector<Way> portable_half_ways(const Workspace& workspace, const AlignedRows<T>& A,
+                                    const AlignedRows<T>& B, const Memory<float>& C, int64_t,
+                                    ProductShape shape) {
+  const std::function<MmaStoreSums<T>()> epilogue = [=] {
+    return MmaStoreSums<T>{{C, shape.rows, shape.cols}};
+  };
+  return mma_half_ways<T, MmaTile<128, 256, 32, 2, 4, 4, 1>, MmaTile<128, 128, 64, 2, 2, 3, 2>,
+                       MmaTile<64, 64, 64, 2, 2, 3, 4>>(workspace, A, B, shape, epilogue);
 }
 
 }  // namespace operators::product

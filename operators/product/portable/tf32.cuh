@@ -1,5 +1,5 @@
 // C = A B of fp32 matrices on tensor cores of compute capability 8.0 and newer, by mma.sync: in
-// TF32 or 3xTF32, for any shape. The product is that of operators/softmax/fp32_product.cuh; here
+// TF32 or 3xTF32, for any shape. The product is that of fp32_tiles.cuh; here
 // rows may be further apart than they are long.
 #pragma once
 
@@ -11,17 +11,16 @@
 
 #include "operators/estimate.h"
 #include "operators/operands.h"
+#include "operators/product/portable/fp32_tiles.cuh"
 #include "operators/product/shape.h"
-#include "operators/softmax/fp32_product.cuh"
 #include "primitives/launch.h"
 
 namespace operators::product {
 
 using namespace primitives;
-using softmax::Math;
 
 /// Factors x and W whose rows are so many elements apart.
-struct StridedFactors : softmax::Factors {
+struct StridedFactors : Factors {
   int x_stride, W_stride;
   __device__ int pitch_x() const { return x_stride; }
   __device__ int pitch_W() const { return W_stride; }
@@ -35,13 +34,13 @@ __global__ void __launch_bounds__(Tile::kThreads)
   extern __shared__ __align__(128) char tf32_stages[];
   const int rows = factors.B, cols = factors.C, tiles = (cols + Tile::BN - 1) / Tile::BN;
   const int row0 = blockIdx.x / tiles * Tile::BM, col0 = blockIdx.x % tiles * Tile::BN;
-  softmax::TileSums<Tile> sums;
-  softmax::multiply_tiles<Tile>(sums, reinterpret_cast<float*>(tf32_stages), factors, row0, col0, 0,
-                                factors.D);
+  TileSums<Tile> sums;
+  multiply_tiles<Tile>(sums, reinterpret_cast<float*>(tf32_stages), factors, row0, col0, 0,
+                       factors.D);
   const int warp = threadIdx.x / 32;
   const int warp_row = row0 + warp / Tile::kWarpsN * Tile::kRows;
   const int warp_col = col0 + warp % Tile::kWarpsN * Tile::kCols;
-  using Sums = softmax::TileSums<Tile>;
+  using Sums = TileSums<Tile>;
   static_assert(Sums::kRun == 2);
 #pragma unroll
   for (int i = 0; i < Sums::kOwnRows; ++i) {
@@ -52,7 +51,7 @@ __global__ void __launch_bounds__(Tile::kThreads)
     for (int j = 0; j < Sums::kOwnCols; j += 2) {
       const float pair[2] = {sums.at(i, j), sums.at(i, j + 1)};
       const int col = warp_col + Sums::col(j);
-      softmax::store_run<2>(to + col, pair, cols - col, c_stride % 2 == 0);
+      store_run<2>(to + col, pair, cols - col, c_stride % 2 == 0);
     }
   }
 }
@@ -73,11 +72,11 @@ struct PortableTf32 {
   /// than 8 warps, so that it has registers for them.
   void offer(Ways& ways) const {
     if constexpr (kMath == Math::split) {
-      offer<softmax::Tile<kMath, 128, 64, 32, 4, 2, 1, 3>>(ways);
+      offer<MathTile<kMath, 128, 64, 32, 4, 2, 1, 3>>(ways);
     } else {
-      offer<softmax::Tile<kMath, 128, 128, 32, 2, 4, 1, 3>>(ways);
+      offer<MathTile<kMath, 128, 128, 32, 2, 4, 1, 3>>(ways);
     }
-    offer<softmax::Tile<kMath, 64, 64, 32, 2, 2, 1, 2>>(ways);
+    offer<MathTile<kMath, 64, 64, 32, 2, 2, 1, 2>>(ways);
   }
 
  private:

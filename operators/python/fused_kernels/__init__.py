@@ -5,9 +5,9 @@ Without PyTorch this package has the C library as ctypes sees it: load(), librar
 header's. `python3 -m fused_kernels` tests the library on this machine.
 
 With PyTorch, 2.6 or newer, it has functions of tensors: product(), gating(), attention(), diffusion(), softmax(),
-cross_entropy(), gradient_features(), clifford() and clifford_connected(); and the gradients of all but the product as
-functions of their own, such as gating_backward(). Each docstring says the formula, the shapes and the
-types. fused_kernels.nn, which is imported by itself, has networks of them. For all functions:
+cross_entropy(), gradient_features(), clifford(), clifford_connected() and geometric_product(); and the gradients of
+all but the first and the last as functions of their own, such as gating_backward(). Each docstring says the formula,
+the shapes and the types. fused_kernels.nn, which is imported by itself, has networks. For all functions:
 
 - Tensors are on one CUDA device. The work is put on PyTorch's current stream of that device, and the function
   returns at once. The results and the workspace are new tensors of PyTorch's caching allocator.
@@ -30,6 +30,7 @@ from ._header import *
 from ._library import (FUNCTIONS, LEAST_CAPABILITY, gpu, is_for_cpu, is_usable, library, library_path, load, tuning)
 from ._table import TRIPLES
 from ._torch import calls, torch
+from .geometric import geometric_product
 
 
 def product(a, b, math="fp32"):
@@ -58,32 +59,39 @@ def product(a, b, math="fp32"):
     return calls["product"](a, b, math)
 
 
-def gating(x, w1, w2, b1, b2):
-    """sigmoid(x w1 + b1) * (x w2 + b2), the gated layer. Shapes: x (rows, inputs), w1 and w2 (inputs, hidden), b1 and
-    b2 (hidden); the result is (rows, hidden) and contiguous. Type: torch.float16 for all; added up in fp32.
+def gating(x, w1, w2, b1=None, b2=None, gate="sigmoid", math="fp32"):
+    """gate(x w1 + b1) * (x w2 + b2), the gated layer. Shapes: x (rows, inputs), w1 and w2 (inputs, hidden), b1 and b2
+    (hidden), each of which may be None, for zeros; the result is (rows, hidden) and contiguous. Type: torch.float16,
+    torch.bfloat16 or torch.float32 for all; added up in fp32.
 
-    Layout: rows of x may be further apart than they are long, a multiple of 16 bytes; weights and biases are
-    contiguous. (The weight of a torch.nn.Linear is (hidden, inputs): keep w.t().contiguous().)
+    gate: "sigmoid" (GLU), "silu" (SwiGLU), "gelu" (GEGLU, by erf), "gelu_tanh" (the same, by tanh), "relu" (ReGLU) or
+    "none", x w1 + b1 itself. math: how fp32 is multiplied, as product() has it; the 16-bit types take "fp32" alone. In
+    fp32 the layer is two products and a kernel after them: it is not fused.
 
-    torch.autocast: operands become of its type, if that is one of the above, but torch.float64 stays; with another type
-    they all stay as they are.
+    Layout: rows of x may be further apart than they are long, a multiple of 16 bytes, but with torch.float32 and
+    math="fp32" they are dense; weights and biases are contiguous. (The weight of a torch.nn.Linear is (hidden, inputs):
+    keep w.t().contiguous().)
 
-    Gradients: of all five, by gating_backward(), always all together; an incoming gradient that is not contiguous is
-    copied. There are no second derivatives.
+    torch.autocast: operands become of its type, if that is one of the above, but torch.float64 stays; with another
+    `math` than "fp32" they all stay as they are.
 
-    Raises a ValueError for shapes, types or layouts that are not these, and a RuntimeError for a GPU below compute
-    capability 8.0. Source: operators/gating; lessons 5 and 6 explain it."""
-    return calls["gating"](x, w1, w2, b1, b2)
+    Gradients: of all operands, by gating_backward(), always all together; an incoming gradient that is not contiguous
+    is copied. There are no second derivatives.
+
+    Raises a ValueError for shapes, types, layouts, a `gate` or a `math` that are not these, and a RuntimeError for a
+    GPU below compute capability 8.0 (torch.float32 with math="fp32": for none). Source: operators/gating; lessons 5
+    and 6 explain it."""
+    return calls["gating"](x, w1, w2, b1, b2, gate, math)
 
 
-def gating_backward(d_out, x, w1, w2, b1, b2):
+def gating_backward(d_out, x, w1, w2, b1=None, b2=None, gate="sigmoid", math="fp32"):
     """(d_x, d_w1, d_w2, d_b1, d_b2), the gradients of gating(). With s = x w1 + b1, v = x w2 + b2, d_s = d_out * v *
-    sigmoid(s) * (1 - sigmoid(s)) and d_v = d_out * sigmoid(s): d_x = d_s w1^T + d_v w2^T, d_w1 = x^T d_s, d_w2 = x^T
-    d_v, and d_b1 and d_b2 are the sums of the rows of d_s and d_v. Shapes: d_out that of the result, each gradient that
-    of what it is the gradient of. x w1, x w2, d_s and d_v are rounded to fp16 in between. Layout: rows of d_out may be
-    apart, as those of x; gradients are contiguous. Type and errors: as gating(). Gradients: none. Source:
-    operators/gating."""
-    return calls["gating_backward"](d_out, x, w1, w2, b1, b2)
+    the slope of the gate at s, and d_v = d_out * gate(s): d_x = d_s w1^T + d_v w2^T, d_w1 = x^T d_s, d_w2 = x^T d_v,
+    and d_b1 and d_b2 are the sums of the rows of d_s and d_v, or None where the bias is None. Shapes: d_out that of the
+    result, each gradient that of what it is the gradient of. In the 16-bit types x w1, x w2, d_s and d_v are rounded to
+    the type in between. Layout: rows of d_out may be apart, a multiple of 16 bytes; else as gating(), and gradients are
+    contiguous. Type, gate, math and errors: as gating(). Gradients: none. Source: operators/gating."""
+    return calls["gating_backward"](d_out, x, w1, w2, b1, b2, gate, math)
 
 
 def attention(q, k, v, causal=False, scale=None, log_sums=False):
@@ -106,8 +114,8 @@ def attention(q, k, v, causal=False, scale=None, log_sums=False):
 
     Gradients: of q, k and v, by attention_backward(), always all three, where width is a multiple of 8, at most 128,
     and strides are multiples of 8. What is not so is refused in the backward pass. log_sums have no gradient. An
-    incoming gradient that does not lie as the result does is copied, if it is not contiguous. There are no second
-    derivatives.
+    incoming gradient that does not lie as the result does is copied, if it is not contiguous. That of q has the same
+    bits in each call only after torch.use_deterministic_algorithms(True). There are no second derivatives.
 
     Raises a ValueError for shapes, types or layouts that are not these, and a RuntimeError for a GPU below compute
     capability 8.0 (fp16: 7.5). Source: operators/attention; the bonus lesson on attention explains it."""
@@ -116,17 +124,18 @@ def attention(q, k, v, causal=False, scale=None, log_sums=False):
     return (out, sums) if log_sums else out
 
 
-def attention_backward(d_out, q, k, v, out, log_sums, causal=False, scale=None):
+def attention_backward(d_out, q, k, v, out, log_sums, causal=False, scale=None, deterministic=False):
     """(d_q, d_k, d_v), the gradients of attention(), which has returned out and log_sums. For each head, with P =
     exp(scale q k^T - log_sums), 0 where `causal` hides a key, D = the sum of d_out * out over each row, and dS = P *
     (d_out v^T - D): d_q = scale dS k, d_k = scale dS^T q and d_v = P^T d_out, where d_k and d_v are added up over the
-    heads of q that share one of k and v. d_q is added up in an order that is another one in each call. Shapes: d_out
+    heads of q that share one of k and v. With `deterministic` d_q has the same bits in each call, which takes longer
+    where there are few queries and many keys; else its parts are added up in whatever order they come. Shapes: d_out
     that of out, each gradient that of what it is the gradient of, and its order of dimensions in memory. P and dS are
     rounded to the type in between. width is a multiple of 8, at most 128. Layout: as attention(), with strides that
     are multiples of 8; log_sums are contiguous. Type: as attention(). Errors: as attention(), but of fp16, too, a
     RuntimeError for a GPU below compute capability 8.0. Gradients: none. Source: operators/attention; the bonus lesson
     on the gradients of attention explains it."""
-    return calls["attention_backward"](d_out, q, k, v, out, log_sums, causal, scale)
+    return calls["attention_backward"](d_out, q, k, v, out, log_sums, causal, scale, deterministic)
 
 
 def diffusion(x, basis, mass, evalues, times):
@@ -159,22 +168,23 @@ def diffusion_backward(d_out, d_spectral, basis, mass, evalues, times, spectral)
 
 def softmax(x, w):
     """softmax(x w), row by row. Shapes: x (rows, inputs), w (inputs, classes); the result is (rows, classes) and
-    contiguous. Type: torch.float32, multiplied in fp32, or as accurately by three products in TF32. Layout: both are
-    contiguous. A logit of -inf has the probability 0; a row of only -inf becomes NaN.
+    contiguous. Type: torch.float16, torch.bfloat16 or torch.float32 for all. torch.float32 is multiplied in fp32, or as
+    accurately by three products in TF32; the others are added up in fp32, and only the result is rounded. Layout: both
+    are contiguous. A logit of -inf has the probability 0; a row of only -inf becomes NaN.
 
     Gradients: of x and w, by softmax_backward(), always both; an incoming gradient that is not contiguous is copied.
     There are no second derivatives.
 
-    Raises a ValueError for shapes, types or layouts that are not these. Source: operators/softmax; lesson 9 explains
-    it."""
+    Raises a ValueError for shapes, types or layouts that are not these, and a RuntimeError for a GPU below compute
+    capability 8.0 (torch.float32: for none). Source: operators/softmax; lesson 9 explains it."""
     return calls["softmax"](x, w)
 
 
 def softmax_backward(d_probs, x, w, probs):
     """(d_x, d_w), the gradients of softmax(), which has returned probs. With g = probs * (d_probs - the sum of d_probs
     * probs over each row): d_x = g w^T and d_w = x^T g. Shapes: d_probs that of probs, d_x and d_w those of x and w.
-    There are at most 2^24 rows and classes, and 2^26 inputs. Type, layout and errors: as softmax(). Gradients: none.
-    Source: operators/softmax."""
+    There are at most 2^24 rows and classes, and 2^26 inputs. g is computed in fp32, and rounded to the type before the
+    products. Type, layout and errors: as softmax(). Gradients: none. Source: operators/softmax."""
     return calls["softmax_backward"](d_probs, x, w, probs)
 
 
@@ -184,22 +194,24 @@ def cross_entropy(x, w, labels):
     row's loss is 0, and so are its gradients. Such rows count in losses.mean(). PyTorch's cross_entropy() divides by
     the number of the other rows: losses.sum() / (labels >= 0).sum(), where no label is too large. Shapes: x (rows,
     inputs), w (inputs, classes), labels (rows); the result is (rows). There are at most 2^24 rows and classes, and
-    2^26 inputs. Type: torch.float32, multiplied in fp32, or as accurately by three products in TF32; labels are
-    torch.int64. Layout: all are contiguous.
+    2^26 inputs. Type: that of x and w as for softmax(); labels are torch.int64 or torch.int32. The losses are
+    torch.float32, whatever x and w are, and so are the logits: nothing rounds them. Layout: all are contiguous.
 
     Gradients: of x and w, by cross_entropy_backward(), always both; the logits, (rows, classes), are kept for it. An
     incoming gradient that is not contiguous is copied. There are no second derivatives.
 
-    Raises a ValueError for shapes, types or layouts that are not these. Source: operators/softmax; an exercise of
-    lesson 9 explains it."""
+    Raises a ValueError for shapes, types or layouts that are not these, and a RuntimeError as softmax() does. Source:
+    operators/cross_entropy; an exercise of lesson 9 explains it."""
     return calls["cross_entropy"](x, w, labels)[0]
 
 
 def cross_entropy_backward(d_losses, x, w, labels, logits, log_sums):
     """(d_x, d_w), the gradients of cross_entropy(): logits are x w, (rows, classes), and log_sums (rows) the logarithms
     of the sums of each row's exp(logits). With g = d_losses * (exp(logits - log_sums) - (1 at the label)) row by row,
-    and 0 in a row whose label is no class: d_x = g w^T and d_w = x^T g. Shapes: d_losses (rows), d_x and d_w those of x
-    and w. Type, layout and errors: as cross_entropy(). Gradients: none. Source: operators/softmax."""
+    and 0 in a row whose label is no class: d_x = g w^T and d_w = x^T g. g is computed in fp32, and rounded to the type
+    of x before the products. Shapes: d_losses (rows), d_x and d_w those of x and w. Type: d_losses, logits and log_sums
+    are torch.float32. Other types, layout and errors: as cross_entropy(). Gradients: none. Source:
+    operators/cross_entropy."""
     return calls["cross_entropy_backward"](d_losses, x, w, labels, logits, log_sums)
 
 

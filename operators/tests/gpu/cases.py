@@ -67,7 +67,8 @@ class Case:
     operands: typing.Callable  # of a seed
     check: typing.Callable  # of operands and what `run` has returned
     wants_gradients: tuple = ()  # of which operands there are gradients
-    more: tuple = ()  # what `run` is given after the operands
+    more: tuple = ()  # what the operator is given after the operands
+    formula: typing.Callable = None  # of operands in fp64, where the name of the function does not say it
 
     def __str__(self):
         return self.name
@@ -103,51 +104,92 @@ def product(rows, cols, depth, dtype, row_stride=None, math="fp32"):
 # ---- Gated layer --------------------------------------------------------------------------------------------------
 
 
-def gating_in_fp64(x, w1, w2, b1, b2):
-    return torch.sigmoid(x @ w1 + b1) * (x @ w2 + b2)
+GATES = {"sigmoid": torch.sigmoid, "silu": torch.nn.functional.silu, "gelu": torch.nn.functional.gelu,
+         "gelu_tanh": lambda s: torch.nn.functional.gelu(s, approximate="tanh"), "relu": torch.relu,
+         "none": lambda s: s}
+# How much the slope of a gate changes with s, at most: by as much more is it off where s is rounded.
+BENDS = {"sigmoid": 0, "silu": 0.5, "gelu": 0.8, "gelu_tanh": 0.8, "relu": 0, "none": 0}
 
 
-def check_gating(operands, out):
-    expected = gating_in_fp64(*(each.double() for each in operands))
-    assert out.dtype == FP16
-    near("out", out, expected, 1.01 * ROUNDING[FP16] * expected.abs() + 2.0**-25)
+def gating_in_fp64(x, w1, w2, b1=0, b2=0, gate="sigmoid"):
+    return GATES[gate](x @ w1 + b1) * (x @ w2 + b2)
 
 
-def gating(rows, inputs, hidden, row_stride=None):
+def check_gating(operands, out, gate="sigmoid"):
+    x, w1, w2, *biases = (each.double() for each in operands)
+    expected, value = gating_in_fp64(x, w1, w2, *biases, gate=gate), (x @ w2 + (biases[1] if biases else 0)).abs()
+    assert out.dtype == operands[0].dtype
+    if out.dtype == FP32:  # some roundings, of the result, and of a sigmoid that is at most 1
+        return near("out", out, expected, 2.0**-20 * expected.abs() + 2.0**-21 * value)
+    rounding = 1.01 * ROUNDING[out.dtype] + (2.0**-16 if gate == "gelu" else 0)  # erf is wrong by 2^-17, and 2^-28
+    least = 2.0**-25 if out.dtype == FP16 else 0
+    near("out", out, expected, rounding * expected.abs() + 2.0**-27 * value + least)
+
+
+def gating_name(function, sizes, dtype, row_stride, gate, biases, math):
+    return "-".join([f"{function}-{'x'.join(map(str, sizes))}", *([f"stride={row_stride}"] if row_stride else []),
+                     *([str(dtype)[6:]] if dtype != FP16 else []), *([gate] if gate != "sigmoid" else []),
+                     *([] if biases else ["unbiased"]), *([math] if math != "fp32" else [])])
+
+
+def gating(rows, inputs, hidden, row_stride=None, dtype=FP16, gate="sigmoid", biases=True, math="fp32"):
+    """Each math of fp32 is exact for these operands."""
     def operands(seed=0):
-        x = numbers(rows, row_stride or inputs, dtype=FP16, seed=seed)[:, :inputs]
-        weights = [numbers(inputs, hidden, dtype=FP16, seed=seed + i, scale=0.5) for i in (1, 2)]
-        return x, *weights, *(numbers(hidden, dtype=FP16, seed=seed + i) for i in (3, 4))
+        x = numbers(rows, row_stride or inputs, dtype=dtype, seed=seed)[:, :inputs]
+        weights = [numbers(inputs, hidden, dtype=dtype, seed=seed + i, scale=0.5) for i in (1, 2)]
+        return x, *weights, *(numbers(hidden, dtype=dtype, seed=seed + i) for i in (3, 4) if biases)
 
-    name = f"gating-{rows}x{inputs}x{hidden}" + (f"-stride={row_stride}" if row_stride else "")
-    return Case(name, fused_kernels.gating, operands, check_gating, (0, 1, 2, 3, 4))
+    def run(*operands):
+        return fused_kernels.gating(*operands, **options)
+
+    def check(operands, out):
+        check_gating(operands, out, gate)
+
+    options = {} if (gate, math) == ("sigmoid", "fp32") else dict(gate=gate, math=math)
+    more = (*(() if biases else (None, None)), *options.values())
+    name = gating_name("gating", (rows, inputs, hidden), dtype, row_stride, gate, biases, math)
+    return Case(name, run if options else fused_kernels.gating, operands, check, tuple(range(5 if biases else 3)), more,
+                lambda *operands: gating_in_fp64(*operands, gate=gate))
 
 
 @torch.no_grad()
-def gating_gradient_sizes(d_out, x, w1, w2, b1, b2):
+def gating_gradient_sizes(d_out, x, w1, w2, b1=0, b2=0, gate="sigmoid"):
     """What the terms of each number of the gated layer's gradients amount to, without their signs, in fp64."""
-    gate, values = torch.sigmoid(x @ w1 + b1), x @ w2 + b2
-    d_s, d_v = (d_out * values * gate * (1 - gate)).abs(), (d_out * gate).abs()
+    s, values = x @ w1 + b1, x @ w2 + b2
+    with torch.enable_grad():
+        at = s.clone().requires_grad_()
+        (slope,) = torch.autograd.grad(GATES[gate](at).sum(), at)
+    d_s = (d_out * values).abs() * (slope.abs() + BENDS[gate] * s.abs())
+    d_v = (d_out * GATES[gate](s)).abs()
     return (d_s @ w1.abs().T + d_v @ w2.abs().T, x.abs().T @ d_s, x.abs().T @ d_v, d_s.sum(0), d_v.sum(0))
 
 
-def gating_backward(rows, inputs, hidden, row_stride=None):
+def gating_backward(rows, inputs, hidden, row_stride=None, dtype=FP16, gate="sigmoid", biases=True, math="fp32"):
     def operands(seed=0):
-        d_out = numbers(rows, hidden, dtype=FP16, seed=seed + 7)
-        return d_out, *gating(rows, inputs, hidden, row_stride).operands(seed)
+        d_out = numbers(rows, hidden, dtype=dtype, seed=seed + 7)
+        return d_out, *gating(rows, inputs, hidden, row_stride, dtype, gate, biases).operands(seed)
+
+    def run(*operands):
+        found = fused_kernels.gating_backward(*operands, **options)
+        assert biases or found[3:] == (None, None)
+        return found if biases else found[:3]
 
     def check(operands, result):
         d_out, *rest = (each.detach().double() for each in operands)
         rest = [each.requires_grad_() for each in rest]
-        expected = torch.autograd.grad(gating_in_fp64(*rest), rest, d_out)
-        for found, other, size in zip(result, expected, gating_gradient_sizes(d_out, *rest), strict=True):
-            assert found.dtype == FP16
-            assert bool(((found - other).abs() <= 8 * ROUNDING[FP16] * size).all())
+        expected = torch.autograd.grad(gating_in_fp64(*rest, gate=gate), rest, d_out)
+        sizes = gating_gradient_sizes(d_out, *rest, gate=gate)
+        # Some roundings of factors; products of fp32 round no sums of these operands.
+        rounding = ROUNDING[dtype] if dtype != FP32 else {"fp32": 2.0**-20, "tf32": 2.0**-10, "tf32x3": 2.0**-18}[math]
+        for found, other, size in zip(result, expected, sizes[:len(rest)], strict=True):
+            assert found.dtype == dtype
+            assert bool(((found - other).abs() <= 8 * rounding * size).all())
             if found.numel() > 1:  # the terms of a single number may cancel each other
-                alike(found, other, 8)
+                alike(found, other, 8 * rounding / ROUNDING[dtype])
 
-    name = f"gating_backward-{rows}x{inputs}x{hidden}" + (f"-stride={row_stride}" if row_stride else "")
-    return Case(name, fused_kernels.gating_backward, operands, check)
+    options = {} if (gate, math) == ("sigmoid", "fp32") else dict(gate=gate, math=math)
+    name = gating_name("gating_backward", (rows, inputs, hidden), dtype, row_stride, gate, biases, math)
+    return Case(name, run, operands, check, more=(*(() if biases else (None, None)), *options.values()))
 
 
 # ---- Attention ----------------------------------------------------------------------------------------------------
@@ -340,32 +382,47 @@ def diffusion_backward(vertices, eigen, width, meshes=()):
 def check_softmax(operands, probs):
     x, w = (each.double() for each in operands)
     expected = torch.softmax(x @ w, 1)
-    assert probs.dtype == FP32
-    # Logits are exact; what is rounded are exponentials and their sum. An exponential below 2^-126 may be 0.
-    near("probs", probs, expected, 2.0**-20 * expected + 2.0**-125)
+    assert probs.dtype == operands[0].dtype
+    # Logits are exact; what is rounded are exponentials and their sum, and then to the type. An exponential below
+    # 2^-126 may be 0, and fp16 has nothing between multiples of 2^-24.
+    rounded, least = 0 if probs.dtype == FP32 else 1.01 * ROUNDING[probs.dtype], 2.0**-25 * (probs.dtype == FP16)
+    near("probs", probs, expected, (2.0**-20 + rounded) * expected + max(least, 2.0**-125))
 
 
-def softmax(rows, inputs, classes):
+def name_of_softmax(function, sizes, dtype, *more):
+    return "-".join([f"{function}-{'x'.join(map(str, sizes))}", *(str(each)[6:] for each in (dtype, *more)
+                                                                  if each not in (FP32, torch.int64))])
+
+
+def check_gradients_of_logits(result, g, x, w):
+    """Of the gradients of logits in fp64. Those are rounded to the type, and then what comes of them."""
+    for found, other in zip(result, (g @ w.double().t(), x.double().t() @ g), strict=True):
+        assert found.dtype == x.dtype
+        if g.shape[1] > 1:  # else it is 0, but for roundings
+            alike(found, other, 256 if x.dtype == FP32 else 8)
+
+
+def softmax(rows, inputs, classes, dtype=FP32):
     def operands(seed=0):
-        return numbers(rows, inputs, dtype=FP32, seed=seed), numbers(inputs, classes, dtype=FP32, seed=seed + 1)
+        return numbers(rows, inputs, dtype=dtype, seed=seed), numbers(inputs, classes, dtype=dtype, seed=seed + 1)
 
-    return Case(f"softmax-{rows}x{inputs}x{classes}", fused_kernels.softmax, operands, check_softmax, (0, 1))
+    return Case(name_of_softmax("softmax", (rows, inputs, classes), dtype), fused_kernels.softmax, operands,
+                check_softmax, (0, 1))
 
 
-def softmax_backward(rows, inputs, classes):
+def softmax_backward(rows, inputs, classes, dtype=FP32):
     def operands(seed=0):
-        x, w = softmax(rows, inputs, classes).operands(seed)
-        return numbers(rows, classes, dtype=FP32, seed=seed + 7), x, w, torch.softmax(x @ w, 1)
+        x, w = softmax(rows, inputs, classes, dtype).operands(seed)
+        return (numbers(rows, classes, dtype=dtype, seed=seed + 7), x, w,
+                torch.softmax(x.float() @ w.float(), 1).to(dtype))
 
     def check(operands, result):
         d_probs, x, w, probs = (each.detach().double() for each in operands)
         g = probs * (d_probs - (d_probs * probs).sum(1, keepdim=True))
-        for found, other in zip(result, (g @ w.t(), x.t() @ g), strict=True):
-            assert found.dtype == FP32
-            if classes > 1:  # else it is 0, but for roundings
-                alike(found, other, 256)
+        check_gradients_of_logits(result, g, *operands[1:3])
 
-    return Case(f"softmax_backward-{rows}x{inputs}x{classes}", fused_kernels.softmax_backward, operands, check)
+    return Case(name_of_softmax("softmax_backward", (rows, inputs, classes), dtype), fused_kernels.softmax_backward,
+                operands, check)
 
 
 def cross_entropy_in_fp64(x, w, labels):
@@ -376,41 +433,37 @@ def cross_entropy_in_fp64(x, w, labels):
 def check_cross_entropy(operands, result):
     (x, w, labels), losses = operands, tensors(result)[0]
     exact = x.double() @ w.double()
-    expected = torch.nn.functional.cross_entropy(exact, labels, reduction="none")
-    assert losses.dtype == FP32
+    expected = torch.nn.functional.cross_entropy(exact, labels.long(), reduction="none")
+    assert losses.dtype == FP32  # whatever the operands are
     near("losses", losses, expected, (2.0**-20 + 2.0**-22 * exact.logsumexp(1).abs()) * (labels >= 0))
 
 
-def cross_entropy(rows, inputs, classes):
+def cross_entropy(rows, inputs, classes, dtype=FP32, of_labels=torch.int64):
     def operands(seed=0):
         generator = torch.Generator(device="cuda").manual_seed(seed)
-        labels = torch.randint(0, classes, (rows,), generator=generator, device="cuda")
+        labels = torch.randint(0, classes, (rows,), generator=generator, device="cuda", dtype=of_labels)
         labels[6::7] = -100
-        return *softmax(rows, inputs, classes).operands(seed), labels
+        return *softmax(rows, inputs, classes, dtype).operands(seed), labels
 
-    return Case(f"cross_entropy-{rows}x{inputs}x{classes}", fused_kernels.cross_entropy, operands,
-                check_cross_entropy, (0, 1))
+    return Case(name_of_softmax("cross_entropy", (rows, inputs, classes), dtype, of_labels),
+                fused_kernels.cross_entropy, operands, check_cross_entropy, (0, 1))
 
 
-def cross_entropy_backward(rows, inputs, classes):
+def cross_entropy_backward(rows, inputs, classes, dtype=FP32, of_labels=torch.int64):
     def operands(seed=0):
-        x, w, labels = cross_entropy(rows, inputs, classes).operands(seed)
-        logits = x @ w
+        x, w, labels = cross_entropy(rows, inputs, classes, dtype, of_labels).operands(seed)
+        logits = x.float() @ w.float()
         return numbers(rows, dtype=FP32, seed=seed + 7), x, w, labels, logits, logits.logsumexp(1)
 
     def check(operands, result):
         d_losses, x, w, labels, logits, log_sums = operands
-        x, w = x.double(), w.double()
         g = (logits.double() - log_sums.double()[:, None]).exp()
-        g -= torch.nn.functional.one_hot(labels.clamp(min=0), classes)
+        g -= torch.nn.functional.one_hot(labels.long().clamp(min=0), classes)
         g *= (d_losses.double() * (labels >= 0))[:, None]
-        for found, other in zip(result, (g @ w.t(), x.t() @ g), strict=True):
-            assert found.dtype == FP32
-            if classes > 1:  # else it is 0, but for roundings
-                alike(found, other, 256)
+        check_gradients_of_logits(result, g, x, w)
 
-    return Case(f"cross_entropy_backward-{rows}x{inputs}x{classes}", fused_kernels.cross_entropy_backward, operands,
-                check)
+    return Case(name_of_softmax("cross_entropy_backward", (rows, inputs, classes), dtype, of_labels),
+                fused_kernels.cross_entropy_backward, operands, check)
 
 
 # ---- Gradient features --------------------------------------------------------------------------------------------
@@ -510,16 +563,17 @@ def algebra(p, q, r):
     return grades, [(i, j, k, sign, triples.index((grades[i], grades[k], grades[j]))) for i, j, k, sign in terms]
 
 
-def clifford_in_fp64(x, y, w, signature, normed):
-    """w is (features, triples), or (triples, features, features)."""
+def clifford_in_fp64(x, y, w, signature, normed, gated=True):
+    """w is (features, triples), or (triples, features, features), or None."""
     grades, terms = algebra(*signature)
-    x, y = (each * (1 + torch.erf(each[:1] * 0.5**0.5)) / 2 for each in (x, y))
+    if gated:
+        x, y = (each * (1 + torch.erf(each[:1] * 0.5**0.5)) / 2 for each in (x, y))
     planes = {}
     for i, j, k, sign, t in terms:
         planes[t, k] = planes.get((t, k), 0) + sign * x[i] * y[j]
-    z = [0] * len(grades)
+    z = [torch.zeros_like(x[0])] * len(grades)
     for (t, k), plane in planes.items():
-        z[k] = z[k] + (plane * w[:, t] if w.dim() == 2 else plane @ w[t])
+        z[k] = z[k] + (plane if w is None else plane * w[:, t] if w.dim() == 2 else plane @ w[t])
     z = torch.stack(z)
     if not normed:
         return z
@@ -576,6 +630,58 @@ def clifford_backward(batch, features, signature=(3, 0, 0), normed=True):
                                   normed)
 
 
+def geometric_in_fp64(x, y, w, signature, gate, norm, layout, order):
+    """As fused_kernels.geometric_product() has it, of fp64."""
+    every = range(2**sum(signature))
+    vectors = {bits: [v for v in range(5) if bits >> v & 1] for bits in every}
+    own = sorted(every, key={"grade": lambda bits: (bits.bit_count(), bits), "bits": lambda bits: bits,
+                             "shortlex": lambda bits: (len(vectors[bits]), vectors[bits])}[order])
+    theirs = sorted(every, key=lambda bits: (bits.bit_count(), bits))
+    if layout == "blades_last":
+        x, y = (each.permute(2, 0, 1) for each in (x, y))
+    x, y = (each[[own.index(bits) for bits in theirs]] for each in (x, y))
+    result = clifford_in_fp64(x, y, w, signature, norm, gate is not None)[[theirs.index(bits) for bits in own]]
+    return result.permute(1, 2, 0) if layout == "blades_last" else result
+
+
+def geometric(batch, features, signature=(3, 0, 0), dtype=FP32, weights=None, gate=None, norm=False,
+              layout="blades_first", order="grade", backward=False):
+    """weights: the type of w; None: there are none. backward: of the gradients, by autograd."""
+    options = signature, gate, norm, layout, order
+    triples = len({t for *_, t in algebra(*signature)[1]})
+
+    def operands(seed=0):
+        blades = 2**sum(signature)
+        shape = (blades, batch, features) if layout == "blades_first" else (batch, features, blades)
+        return (*(numbers(*shape, dtype=dtype, seed=seed + i) for i in (1, 2)),
+                *([numbers(*shape, dtype=dtype, seed=seed + 7)] if backward else []),
+                *([] if weights is None else [numbers(features, triples, dtype=weights, seed=seed + 3)]))
+
+    def run(x, y, *rest):
+        d_out, *w = rest if backward else (None, *rest)
+        if not backward:
+            return fused_kernels.geometric_product(x, y, *(w or [None]), *options)
+        inputs = [each.detach().requires_grad_() for each in (x, y, *w)]
+        result = fused_kernels.geometric_product(*inputs, *([] if w else [None]), *options)
+        return torch.autograd.grad(result, inputs, d_out)
+
+    def check(operands, result):
+        x, y, *rest = (each.detach().double() for each in operands)
+        d_out, *w = rest if backward else (None, *rest)
+        inputs = [each.requires_grad_() for each in (x, y, *w)]
+        expected = geometric_in_fp64(*inputs, *([] if w else [None]), *options)
+        if backward:
+            expected = torch.autograd.grad(expected, inputs, d_out)
+        for found, other in zip(tensors(result), tensors(expected), strict=True):
+            assert found.dtype == (weights if found.shape == (features, triples) and found.dim() == 2 else dtype)
+            alike(found, other.detach(), 2048 if found.dtype == FP32 else 2)
+
+    name = f"geometric{'_backward' if backward else ''}-{batch}x{features}-{','.join(map(str, signature))}"
+    words = [str(dtype)[6:], f"weights={str(weights)[6:]}" if weights else "", gate or "", "norm" if norm else "",
+             layout, order]
+    return Case("-".join([name, *filter(None, words)]), run, operands, check)
+
+
 def connected_operands(batch, features, signature, seed):
     x, y, _ = clifford_operands(batch, features, signature, seed)
     return x, y, numbers(fused_kernels.TRIPLES[signature], features, features, dtype=FP32, seed=seed + 3)
@@ -604,10 +710,25 @@ CASES = [
         (512, 1024, 640, None), (3000, 2000, 100, None), (21, 70, 13, 76), (700, 301, 257, 304))),
     *(gating(*sizes) for sizes in ((1, 1, 1), (65, 7, 9), (33, 65, 130), (1001, 129, 257))),
     gating(24, 40, 36, row_stride=56), gating_backward(24, 40, 36, row_stride=56),
+    *(make(*sizes, dtype=dtype, gate=gate) for make in (gating, gating_backward) for dtype in (FP16, BF16)
+      for gate in GATES for sizes in ((136, 72, 136), (1001, 129, 257))
+      if (gate, make) != ("relu", gating_backward) or dtype == FP16),  # s that is rounded to another sign
+    *(make(*sizes, dtype=BF16, gate="silu", biases=False) for make in (gating, gating_backward)
+      for sizes in ((1, 1, 1), (65, 7, 9), (2048, 128, 64), (300, 1024, 2816))),
+    *(make(257, 136, 129, dtype=FP32, gate=gate, math=math) for make in (gating, gating_backward) for gate in GATES
+      for math in ("fp32", "tf32", "tf32x3")),
+    *(make(24, 40, 36, row_stride=56, dtype=FP32, gate="gelu", biases=False, math="tf32")
+      for make in (gating, gating_backward)),
     *(gating_backward(*sizes) for sizes in ((1, 1, 1), (65, 7, 9), (33, 65, 130), (1001, 129, 257))),
     *(make(*sizes) for make in (softmax_backward, cross_entropy, cross_entropy_backward)
       for sizes in ((1, 1, 1), (65, 7, 9), (33, 65, 130), (3, 20, 9001), (2101, 12, 10), (30001, 64, 36),
                     (1000, 516, 777))),
+    *(make(*sizes, dtype) for make in (softmax, softmax_backward, cross_entropy, cross_entropy_backward)
+      for dtype in (FP16, BF16)
+      for sizes in ((1, 1, 1), (65, 7, 9), (33, 65, 130), (5, 1100, 640), (3, 20, 9001), (2101, 12, 10),
+                    (30001, 64, 36), (1000, 516, 777), (520, 128, 3000))),
+    *(make(*sizes, dtype, torch.int32) for make in (cross_entropy, cross_entropy_backward) for dtype in (FP32, BF16)
+      for sizes in ((65, 7, 9), (3, 20, 9001), (1000, 516, 777))),
     *(attention(*sizes, dtype, causal, layout) for dtype in (FP16, BF16)
       for layout in ("rows first", "heads first")
       for *sizes, causal in ((1, 1, 1, 1, 1, 1, False), (2, 5, 9, 4, 2, 24, True), (1, 9, 5, 1, 1, 7, True),
@@ -628,6 +749,16 @@ CASES = [
       for sizes in ((1, 1), (5, 13), (300, 64), (65, 1024), (7, 1030), (3, 8192))),
     *(make(21, 40, signature) for make in (clifford, clifford_backward) for signature in fused_kernels.TRIPLES),
     *(make(33, 72, normed=False) for make in (clifford, clifford_backward)),
+    *(geometric(33, features, signature, dtype, backward=backward) for backward in (False, True)
+      for dtype in (FP32, BF16, FP16) for features in (72, 13)
+      for signature in ((3, 0, 0), (2, 0, 0), (3, 0, 1), (0, 2, 0), (1, 1, 1), (5, 0, 0), (4, 1, 0))),
+    *(geometric(21, 40, (p, q, n - p - q), BF16, FP32, "gelu", True, backward=backward) for backward in (False, True)
+      for n in range(1, 6) for p in range(n + 1) for q in range(n + 1 - p)),
+    *(geometric(*sizes, (3, 0, 0), dtype, dtype, "gelu", True, backward=backward) for backward in (False, True)
+      for dtype in (BF16, FP16) for sizes in ((1, 8), (300, 64), (65, 1024), (7, 1032), (3, 8192), (5000, 16))),
+    *(geometric(21, 40, signature, dtype, layout=layout, order=order, backward=backward) for backward in (False, True)
+      for signature, dtype in (((3, 0, 0), FP32), ((3, 0, 1), BF16)) for layout in ("blades_first", "blades_last")
+      for order in ("grade", "bits", "shortlex")),
     *(make(*sizes) for make in (clifford_connected, clifford_connected_backward)
       for sizes in ((1, 1), (5, 13), (300, 64), (1000, 260), (4096, 512), (20, 128, (2, 0, 0)),
                     (700, 130, (2, 0, 0), False))),
@@ -637,24 +768,29 @@ IN_TURN = [
     *([product(*sizes, dtype) for sizes in ((257, 333, 129), (1, 8, 8), (1001, 515, 777))] for dtype in (FP16, FP32)),
     [product(*sizes, FP32, math="tf32x3") for sizes in ((257, 333, 129), (1, 8, 8), (1001, 515, 777))],
     *([make(*sizes) for sizes in ((1001, 129, 257), (3, 8, 8), (200, 64, 64))] for make in (gating, gating_backward)),
+    *([make(*sizes, dtype=BF16, gate="silu") for sizes in ((1001, 129, 257), (3, 8, 8), (200, 64, 64))]
+      for make in (gating, gating_backward)),
     [attention(2, *sizes, BF16) for sizes in ((129, 257, 4, 2, 128), (5, 9, 4, 2, 24), (3, 300, 2, 2, 200))],
     [attention_backward(2, *sizes, BF16) for sizes in ((129, 257, 4, 2, 128), (5, 9, 4, 2, 24), (3, 300, 2, 2, 64))],
     *([make(*sizes) for sizes in ((5001, 128, 256), (1, 8, 8), (700, 32, 264))]
       for make in (diffusion, diffusion_backward, gradient_features, gradient_features_backward)),
-    *([make(*sizes) for sizes in ((1000, 516, 777), (65, 7, 9), (3, 20, 9001))]
+    *([make(*sizes, dtype) for sizes in ((1000, 516, 777), (65, 7, 9), (3, 20, 9001))] for dtype in (FP32, BF16)
       for make in (softmax, softmax_backward, cross_entropy, cross_entropy_backward)),
     *([make(65, features, signature) for features in (512, 64, 1024)]
       for make in (clifford, clifford_backward) for signature in fused_kernels.TRIPLES),
     *([make(300, features) for features in (260, 8, 64)] for make in (clifford_connected, clifford_connected_backward)),
 ]
-EACH = [  # one of each function, and of the product one of each type and math
+EACH = [  # one of each function, of the product one of each type and math, and of softmax two types
     *(product(257, 136, 129, dtype) for dtype in (FP16, BF16, FP32)),
     *(product(257, 136, 129, FP32, math=math) for math in ("tf32", "tf32x3")), gating(257, 129, 136),
+    gating(257, 136, 129, dtype=BF16, gate="silu", biases=False), gating(257, 136, 129, dtype=FP32, math="tf32"),
     attention(2, 129, 257, 4, 2, 64, BF16, causal=True), attention_backward(2, 129, 257, 4, 2, 64, BF16, causal=True),
     diffusion(1234, 64, 72, meshes=(2,)),
     diffusion_backward(1234, 64, 72, meshes=(2,)), softmax(129, 65, 257), gradient_features(1234, 64, 72),
     gradient_features_backward(1234, 64, 72), clifford(65, 72), clifford_backward(65, 72),
     gating_backward(257, 129, 136), softmax_backward(129, 65, 257), cross_entropy(129, 65, 257),
     cross_entropy_backward(129, 65, 257),
+    *(make(129, 65, 257, BF16) for make in (softmax, softmax_backward)),
+    *(make(129, 65, 257, FP16, torch.int32) for make in (cross_entropy, cross_entropy_backward)),
     clifford_connected(200, 72), clifford_connected_backward(200, 72),
 ]

@@ -113,7 +113,8 @@ def main():
             found, errors = measure(options.vertices, dtype, backward)
             shown = (f"{found[name]:10.4f}" if name in found else f"{'':10}" for name in NAMES)
             print(f"{label:76}" + "".join(shown) + f"{errors['ours']:10.1e}{errors['PyTorch']:10.1e}")
-            kernels = [{"name": name, "ms": {"median": time}, "error": errors.get(name)} for name, time in found.items()]
+            kernels = [{"name": name, "ms": {"median": time}, "error": errors.get(name)}
+                       for name, time in found.items()]
             problems.append({"name": label, "kernels": kernels})
     if options.json:
         cases.write_record(options.json, problems)

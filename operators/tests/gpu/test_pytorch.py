@@ -23,7 +23,7 @@ if "FUSED_KERNELS_LIBRARY" not in os.environ and not BUILT.exists():
 import alone
 import cases
 from cases import (BF16, CASES, EACH, FP16, FP32, alike, binding, check_diffusion_backward, differentiable,
-                   diffusion_in_fp64, fused_kernels, gating_in_fp64, numbers, tensors)
+                   diffusion_in_fp64, fused_kernels, numbers, tensors)
 
 OPERATORS = fused_kernels._table.OPERATORS
 SECONDS = 90  # of a test, before the process is ended
@@ -131,6 +131,24 @@ def test_scale_and_causal_of_attention():
         alike(causal[:, -1], usual[:, -1], 2)
 
 
+@pytest.mark.parametrize("order", ["grade", "bits", "shortlex"])
+def test_a_product_that_everybody_knows(order):
+    """e1 e2 = e12 and e2 e1 = -e12, in the algebra of spacetime; with any number of dimensions between."""
+    places = fused_kernels.geometric.blades(4, order)
+    e1, e2, e12 = (torch.nn.functional.one_hot(torch.tensor(places.index(blade), device="cuda"), 16).to(BF16)
+                   for blade in ((0,), (1,), (0, 1)))
+    x, y, xy = (each.expand(2, 3, 5, 16) for each in (e1, e2, e12))
+    for one, other, expected in ((x, y, xy), (y, x, -xy)):
+        result = fused_kernels.geometric_product(one, other, signature=(1, 3, 0), layout="blades_last", order=order)
+        assert torch.equal(result, expected) and result.is_contiguous()
+
+
+def test_a_product_is_compiled():
+    case = cases.geometric(65, 72, (3, 0, 1), BF16, FP32, "gelu", True, "blades_last", "bits")
+    operands = case.operands()
+    case.check(operands, torch.compile(case.run, fullgraph=True)(*operands))
+
+
 @pytest.mark.parametrize("case", EACH, ids=str)
 def test_tuning(case):
     """The call that tries, and calls after it."""
@@ -190,6 +208,28 @@ def test_large_logits_of_a_cross_entropy(sizes, large):
     losses.sum().backward()
     expected = (1 / classes - torch.nn.functional.one_hot(labels, classes).double()).sum(0) * large
     cases.near("d_w", w.grad[0], expected, 2.0**-18 * rows * large)
+
+
+@pytest.mark.parametrize("dtype", [FP16, BF16])
+@pytest.mark.parametrize("sizes", [(3, 40), (40, 300), (9, 9000)], ids=str)
+def test_logits_beyond_the_range_of_fp16(sizes, dtype):
+    """They are multiples of 2^15 up to 9 * 2^15, and -inf, and one row has only -inf."""
+    rows, classes = sizes
+    x = torch.full((rows, 2), 512.0, device="cuda", dtype=dtype)
+    by_class = torch.arange(classes, device="cuda")
+    w = torch.stack([64.0 * (1 + by_class % 9), torch.where(by_class % 3 == 1, -torch.inf, 0.0)]).to(dtype)
+    x[1, 0] = -torch.inf
+    probs = fused_kernels.softmax(x, w)
+    expected = torch.softmax(x.double() @ w.double(), 1)
+    assert bool(probs[1].isnan().all()) and bool(expected[1].isnan().all())
+    others = torch.arange(rows, device="cuda") != 1
+    cases.near("probs", probs[others], expected[others], 1.01 * cases.ROUNDING[dtype] * expected[others] + 2.0**-25)
+    labels = torch.arange(rows, device="cuda") % classes
+    losses, logits, _ = torch.ops.fused_kernels.cross_entropy(x, w, labels)
+    assert torch.equal(logits[others].double(), x[others].double() @ w.double())
+    of_labels = torch.nn.functional.cross_entropy(x.double() @ w.double(), labels, reduction="none")
+    assert bool(losses[1].isnan())
+    cases.near("losses", losses[others], of_labels[others], 2.0**-20 * (1 + of_labels[others].abs()))
 
 
 def test_numbers_that_are_tensors():
@@ -252,7 +292,14 @@ def row_of(case):
     return OPERATORS[case.name.split("-")[0]]
 
 
-@pytest.mark.parametrize("case", [case for case in EACH if not row_of(case).autocast or case.more], ids=str)
+def is_converted(case):
+    """Whether torch.autocast changes its operands."""
+    row = row_of(case)
+    numbers = case.more[-len(row.numbers):] or [default for _, default in row.numbers.values()]
+    return bool(row.autocast) and row.autocast(*numbers)
+
+
+@pytest.mark.parametrize("case", [case for case in EACH if not is_converted(case)], ids=str)
 def test_autocast_changes_nothing(case):
     """Of most functions; and of a product whose `math` is one of fp32."""
     operands = case.operands()
@@ -268,16 +315,8 @@ AUTOCAST = {"product": cases.product(65, 40, 24, FP16), "gating": cases.gating(6
 @pytest.mark.parametrize("dtype", [FP16, BF16], ids=str)
 @pytest.mark.parametrize("name", AUTOCAST)
 def test_autocast(name, dtype):
-    """fp32 becomes autocast's type, in the function, the operator and a compiled program, and gradients are fp32's. A
-    type that the operator does not take is none to convert to: then operands stay as they are."""
+    """fp32 becomes autocast's type, in the function, the operator and a compiled program, and gradients are fp32's."""
     case, function = AUTOCAST[name], getattr(fused_kernels, name)
-    if str(dtype)[6:] not in OPERATORS[name].types:
-        operands = case.operands()
-        with torch.autocast("cuda", dtype=dtype):
-            case.check(operands, function(*operands))
-            with pytest.raises(ValueError, match="is torch.float32; it has to be torch.float16"):
-                function(*(each.float() for each in operands))
-        return
     single = [each.float().requires_grad_() for each in case.operands()]
     converted = [each.detach().to(dtype).requires_grad_() for each in single]
     expected = function(*converted)
@@ -383,10 +422,11 @@ def test_gradients_by_pytorch(case):
     result = case.run(*operands)
     d = numbers(*result.shape, dtype=result.dtype, seed=11)
     found = torch.autograd.grad(result, wanted, d)
-    function = {"product": torch.matmul, "gating": gating_in_fp64,
-                "softmax": lambda x, w: torch.softmax(x @ w, 1), "cross_entropy": cases.cross_entropy_in_fp64,
-                **dict.fromkeys(("clifford", "clifford_connected"),
-                                lambda *each: cases.clifford_in_fp64(*each, (3, 0, 0), True))}[case.name.split("-")[0]]
+    function = case.formula or {
+        "product": torch.matmul, "softmax": lambda x, w: torch.softmax(x @ w, 1),
+        "cross_entropy": cases.cross_entropy_in_fp64,
+        **dict.fromkeys(("clifford", "clifford_connected"),
+                        lambda *each: cases.clifford_in_fp64(*each, (3, 0, 0), True))}[case.name.split("-")[0]]
     for one, other, operand in zip(found, in_fp64(function, operands, wanted, [d]), wanted):
         assert one.dtype == operand.dtype
         rounded = 2.0**16 if case.name.startswith("clifford_connected") else 2048  # in TF32
@@ -670,8 +710,14 @@ def refusals():
             half(4, 8), half(16, 8).t(), half(8, 16), half(16), half(16))),
         ("bias", ValueError, r"b2 has the shape \(8,\)",
          lambda: k.gating(half(4, 8), half(8, 16), half(8, 16), half(16), half(8))),
-        ("gated layer in bf16", ValueError, "x is torch.bfloat16", lambda: k.gating(
-            brain(4, 8), brain(8, 16), brain(8, 16), brain(16), brain(16))),
+        ("gated layer in fp64", ValueError, "x is torch.float64", lambda: k.gating(
+            half(4, 8).double(), half(8, 16).double(), half(8, 16).double())),
+        ("a gate that there is not", ValueError, "gate is 'swish'; it has to be 'sigmoid' or 'silu'",
+         lambda: k.gating(half(4, 8), half(8, 16), half(8, 16), gate="swish")),
+        ("gated layer in TF32 of bf16", ValueError, "math is 'tf32', but x is torch.bfloat16",
+         lambda: k.gating(brain(4, 8), brain(8, 16), brain(8, 16), math="tf32")),
+        ("gradients of a bias of another type", ValueError, "b1 is torch.float32", lambda: k.gating_backward(
+            half(4, 16), half(4, 8), half(8, 16), half(8, 16), half(16).float())),
         ("heads", ValueError, "kv_heads", lambda: k.attention(q, q[:, :, :3], q[:, :, :3])),
         ("width", ValueError, "width is 264", lambda: k.attention(*[half(1, 2, 2, 264)] * 3)),
         ("scale", ValueError, "scale is", lambda: k.attention(q, q, q, scale=0.0)),
@@ -697,11 +743,28 @@ def refusals():
             single(8, 2, 4), single(8, 2, 4), single(4, 10))),
         ("features", ValueError, "features is 8200; it has to be from 1 to 8192", lambda: k.clifford(
             single(8, 1, 8200), single(8, 1, 8200), single(8200, 20))),
+        ("five numbers of vectors", ValueError, r"the signature is \(3, 3, 0\); it has to be three numbers",
+         lambda: k.geometric_product(single(64, 2, 4), single(64, 2, 4), signature=(3, 3, 0))),
+        ("blades", ValueError, r"x has the shape \(2, 4, 8\); with the layout 'blades_first' dimension 0 has to be 8",
+         lambda: k.geometric_product(single(2, 4, 8), single(2, 4, 8))),
+        ("weights of a product", ValueError, r"w has the shape \(4, 20\); it has to be \(4, 16\)",
+         lambda: k.geometric_product(single(8, 2, 4), single(8, 2, 4), single(4, 20), (2, 0, 1))),
+        ("weights in another type", ValueError, "w is torch.float16; it has to be torch.bfloat16 or torch.float32",
+         lambda: k.geometric_product(brain(8, 2, 4), brain(8, 2, 4), half(4, 20))),
+        ("long rows of a product", ValueError, "features is 8200; it has to be from 1 to 8192",
+         lambda: k.geometric_product(single(8, 1, 8200), single(8, 1, 8200))),
         ("matrices of weights", ValueError, r"w has the shape \(4, 20\); it has to be \(20, 4, 4\)",
          lambda: k.clifford_connected(single(8, 2, 4), single(8, 2, 4), single(4, 20))),
         ("algebra that is not connected", ValueError, "p, q, r are 3, 0, 1; they have to be",
          lambda: k.clifford_connected(single(16, 2, 4), single(16, 2, 4), single(34, 4, 4), (3, 0, 1))),
-        ("softmax in fp16", ValueError, "x is torch.float16", lambda: k.softmax(half(8, 8), half(8, 8))),
+        ("softmax in fp64", ValueError, "x is torch.float64; it has to be torch.float16 or torch.bfloat16 or "
+         "torch.float32", lambda: k.softmax(single(8, 8).double(), single(8, 8).double())),
+        ("softmax in two types", ValueError, "w is torch.bfloat16", lambda: k.softmax(half(8, 8), brain(8, 8))),
+        ("labels", ValueError, "labels is torch.int16; it has to be torch.int64 or torch.int32",
+         lambda: k.cross_entropy(half(8, 8), half(8, 8), torch.zeros(8, dtype=torch.int16, device="cuda"))),
+        ("gradients of losses", ValueError, "d_losses is torch.float16; it has to be torch.float32",
+         lambda: k.cross_entropy_backward(half(8), half(8, 8), half(8, 8),
+                                          torch.zeros(8, dtype=torch.int64, device="cuda"), single(8, 8), single(8))),
         ("softmax transposed", ValueError, "w has the strides", lambda: k.softmax(single(8, 8), single(16, 8).t())),
     ]
 

@@ -5,8 +5,8 @@
 #include <vector>
 
 #include "operators/estimate.h"
+#include "operators/softmax/hopper/transposed_product.cuh"
 #include "operators/softmax/layer.cuh"
-#include "operators/softmax/transposed_product.cuh"
 #include "primitives/hopper/hopper.cuh"
 
 namespace operators::softmax {

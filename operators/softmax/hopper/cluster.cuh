@@ -2,9 +2,9 @@
 // idea is that of lesson 9's *fused tensor cores*.
 #pragma once
 
+#include "operators/softmax/hopper/plans.cuh"
+#include "operators/softmax/hopper/transposed_product.cuh"
 #include "operators/softmax/layer.cuh"
-#include "operators/softmax/plans.cuh"
-#include "operators/softmax/transposed_product.cuh"
 #include "primitives/hopper/hopper.cuh"
 
 namespace operators::softmax {

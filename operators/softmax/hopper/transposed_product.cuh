@@ -12,14 +12,17 @@
 // see exchange.cuh).
 #pragma once
 
-#include "operators/softmax/fp32_product.cuh"
+#include "operators/product/split_tf32.cuh"
 #include "primitives/hopper/tiles.cuh"
 
 namespace operators::softmax {
 
 using namespace primitives;
+using product::Math;
 
 #if HOPPER_CODE
+using product::add_split, product::split_all;
+
 // Loads a thread's fragments of W^T from memory: of the classes col and col + 1, for the inputs
 // from d0 on, 32 for each of w[]. All loads are under way before the first value is needed. With
 // kInside all inputs exist; otherwise those that do not are zeros. Classes that do not exist get
@@ -99,21 +102,6 @@ __device__ inline void load_columns(unsigned (&w)[kTiles][4][4], const float* W,
   }
 }
 
-// Splits `count` elements (a multiple of 4) into two TF32 numbers each: high + low is nearly what
-// `high` was. `threads` threads call this; `first` is the caller's number among them.
-__device__ inline void split_all(float* high, float* low, int count, int first, int threads) {
-#pragma unroll 2
-  for (int i = 4 * first; i < count; i += 4 * threads) {
-    auto& h = *reinterpret_cast<float4*>(high + i);
-    const SplitTf32 a = split_tf32(h.x), b = split_tf32(h.y), c = split_tf32(h.z),
-                    d = split_tf32(h.w);
-    h = {__uint_as_float(a.high), __uint_as_float(b.high), __uint_as_float(c.high),
-         __uint_as_float(d.high)};
-    *reinterpret_cast<float4*>(low + i) = {__uint_as_float(a.low), __uint_as_float(b.low),
-                                           __uint_as_float(c.low), __uint_as_float(d.low)};
-  }
-}
-
 // Starts the products of a warpgroup's 64 classes with kRows rows of x, for 32 inputs; wgmma_wait()
 // has to follow. w are a thread's fragments of W^T in fp32, which are rounded first.
 template <int kRows>
@@ -128,36 +116,6 @@ __device__ inline void start_rounded(Sum<kRows>& sum, const LeftFragments<float>
   sum.start_product(rounded, x.columns(), add);
 }
 
-// The same in 3xTF32. x has been split into two tiles before, and w is split here. When this
-// returns, the products are done and added.
-template <int kRows>
-__device__ inline void add_split(Sum<kRows>& sum, const LeftFragments<float>& w,
-                                 const ColumnTile<float, kRows>& x,
-                                 const ColumnTile<float, kRows>& x_low) {
-  LeftFragments<float> high, low, finite;
-#pragma unroll
-  for (int k = 0; k < kSlices; ++k) {
-#pragma unroll
-    for (int e = 0; e < 4; ++e) {
-      const SplitTf32 split = split_tf32(__uint_as_float(w.slices[k][e]));
-      high.slices[k][e] = split.high, low.slices[k][e] = split.low;
-      finite.slices[k][e] =
-          is_infinite(split.high) ? 0 : split.high;  // see add_products() of fp32_product.cuh
-    }
-  }
-  Sum<kRows> step;
-  wgmma_fence();
-#pragma unroll
-  for (int k = 0; k < kSlices; ++k) {
-    multiply_slice(step.elements, finite, x_low.columns(), k, k > 0);
-    multiply_slice(step.elements, low, x.columns(), k, true);
-    multiply_slice(step.elements, high, x.columns(), k, true);
-  }
-  wgmma_commit();
-  wgmma_wait<0>();
-#pragma unroll
-  for (int i = 0; i < Sum<kRows>::size(); ++i) sum.elements[i] += step.elements[i];
-}
 #endif
 
 }  // namespace operators::softmax

@@ -4,19 +4,13 @@
 
 #include <algorithm>
 
+#include "operators/product/split_tf32.cuh"
 #include "primitives/async_copy.cuh"
 #include "primitives/mma.cuh"
 
-namespace operators::softmax {
+namespace operators::product {
 
 using namespace primitives;
-
-// How logits are computed; all accumulate in fp32.
-enum class Math {
-  fp32,   // multiply-adds on the CUDA cores
-  tf32,   // tensor cores, operands rounded to TF32
-  split,  // tensor cores, 3xTF32: each operand is split into two TF32 numbers
-};
 
 // A block of kWarpsM x kWarpsN x kWarpsK warps computes BM x BN logits, in steps of BK along D.
 // Warps that differ in the third coordinate have the same logits, and each takes its share of every
@@ -24,7 +18,7 @@ enum class Math {
 // enough copies under way. kStages tiles of x and of W are in shared memory at a time.
 template <Math kMath_, int BM_, int BN_, int BK_, int kWarpsM_, int kWarpsN_, int kWarpsK_,
           int kStages_>
-struct Tile {
+struct MathTile {
   static constexpr Math kMath = kMath_;
   static constexpr int BM = BM_, BN = BN_, BK = BK_, kStages = kStages_;
   static constexpr int kWarpsM = kWarpsM_, kWarpsN = kWarpsN_, kWarpsK = kWarpsK_;
@@ -78,19 +72,6 @@ struct TileSums {
     return lane % kLanesPerRow * kRun + j / kRun * kLanesPerRow * kRun + j % kRun;
   }
 };
-
-// An fp32 number is nearly the sum of two TF32 numbers: `high` has the first 11 of its 24 bits
-// (with the leading 1), and `low` the next 11, rounded. An infinity has no `low`.
-struct SplitTf32 {
-  unsigned high, low;
-};
-__device__ inline bool is_infinite(unsigned bits) { return (bits & 0x7fffffff) == 0x7f800000; }
-__device__ inline SplitTf32 split_tf32(float value) {
-  constexpr unsigned kMantissa = 0xffffe000, kHalf = 0x1000;
-  const unsigned high = __float_as_uint(value) & kMantissa;
-  const unsigned rest = __float_as_uint(value - __uint_as_float(high));
-  return {high, is_infinite(high) ? 0 : (rest + kHalf) & kMantissa};
-}
 
 // Adds a warp's products of one step. x_tile and W_tile point into shared memory, to the warp's
 // rows of x and its columns of W, at its share of the step.
@@ -291,4 +272,4 @@ __device__ void store_run(float* to, const float* values, int left, bool aligned
   }
 }
 
-}  // namespace operators::softmax
+}  // namespace operators::product

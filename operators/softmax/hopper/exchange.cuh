@@ -24,8 +24,8 @@
 #include <cuda/atomic>
 
 #include "operators/product/product.cuh"
+#include "operators/softmax/hopper/transposed_product.cuh"
 #include "operators/softmax/layer.cuh"
-#include "operators/softmax/transposed_product.cuh"
 #include "primitives/spin.cuh"
 
 namespace operators::softmax {

@@ -9,8 +9,9 @@
 #include <vector>
 
 #include "operators/estimate.h"
-#include "operators/softmax/exchange.cuh"
+#include "operators/softmax/hopper/exchange.cuh"
 #include "operators/softmax/layer.cuh"
+#include "operators/softmax/logits.cuh"
 
 namespace operators::softmax {
 
@@ -292,16 +293,6 @@ std::vector<Plan> plan_exchange(const Layer& layer) {
 inline bool fits_tiles(const Layer& layer) {
   return layer.shape.rows <= INT32_MAX - 1024 && layer.C <= 65535 * 128;
 }
-
-// A way to compute logits = x W alone. With one slice of D it leaves, if wanted, the maximum and
-// the sum of each of `count` parts of each row in `parts` (B, count). With several slices it leaves
-// partial logits in `sliced` (slices, B, C), and no logits.
-struct LogitsWay {
-  Way way;
-  int slices, count;
-  Memory<float> sliced;
-  Memory<float2> parts;
-};
 
 // The ways with exchange's tiles, as accurate as fp32, for Hopper: all, or only the one that should
 // be the fastest. There are none if the shape is too large for them.
