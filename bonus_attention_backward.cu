@@ -21,10 +21,11 @@
 //     warp specialization  for Hopper: a warp brings tiles by the copy engine, two warpgroups
 //                          multiply; they add 16 bytes of dQ at a time, in the order of registers
 //     reduce-add           the same, but the copy engine adds dQ to memory
+//     deterministic        the same, in a fixed order: every run has the same bits
 //
-// --causal and --full print one of the two tables. --hard-rows makes the logits of most queries
-// hard: some are as large as 2^17 or 2^18 times the scale, which for a width of 64 is 16384 or
-// 32768.
+// --causal and --full print one of the two tables. --runs 100 launches each kernel so often once
+// more, and says how often dQ has other bits. --hard-rows makes the logits of most queries hard:
+// some are as large as 2^17 or 2^18 times the scale, which for a width of 64 is 16384 or 32768.
 
 #include <algorithm>
 #include <cmath>
@@ -32,6 +33,7 @@
 #include <string>
 #include <vector>
 
+#include "common/numerics.h"
 #include "primitives/approximate.cuh"
 #include "primitives/async_copy.cuh"
 #include "primitives/early_launch.cuh"
@@ -40,6 +42,7 @@
 #include "primitives/launch.h"
 #include "primitives/neighbours.cuh"
 #include "primitives/row_parts.cuh"
+#include "primitives/spin.cuh"
 #include "problems/attention/backward.h"
 #include "problems/attention/library_backward.cuh"
 
@@ -48,7 +51,8 @@ using namespace primitives;
 
 // What a kernel gets. group: how many heads of Q share one of K and V. row_sums (batch, heads,
 // queries) is D. dq_sums is where parts of dQ are added up: for *tensor cores* (batch, queries,
-// heads, width), on Hopper in an order of its own; it is padded, see padded_rows().
+// heads, width), on Hopper in an order of its own; it is padded, see padded_rows(). counts and
+// abreast are for *deterministic* alone.
 template <typename T>
 struct Operands {
   const T *Q, *K, *V, *out, *d_out;
@@ -56,7 +60,8 @@ struct Operands {
   T *dQ, *dK, *dV;
   float* row_sums;
   float* dq_sums;
-  int batch, queries, keys, heads, group;
+  unsigned* counts;
+  int batch, queries, keys, heads, group, abreast;
   bool causal;
   float scale;
 
@@ -64,6 +69,8 @@ struct Operands {
   __device__ int limit(int s) const {
     return causal ? max(0, min(keys, s + keys - queries + 1)) : keys;
   }
+  // The first query that sees key t.
+  __device__ int first_query(int t) const { return causal ? max(0, t + queries - keys) : 0; }
 };
 
 // ---- before and after ---------------------------------------------------------------------------
@@ -73,8 +80,8 @@ struct Operands {
 // size (heads * width) of 2048 that is 134 MB written before and 134 MB read after.
 //
 // attention_row_sums: a warp owns a row of out and d_out, a lane kWidth / 32 neighbouring columns.
-// It leaves D, and zeros where parts of dQ will be added up: rows_of_sums >= rows, as dq_sums is
-// padded.
+// It leaves D, and zeros where parts of dQ will be added up: `zeros` >= rows of them, as dq_sums is
+// padded. For *deterministic*, kCounts, it leaves so many counts of 0 instead.
 //
 // attention_finish_dq: a thread owns four neighbours of dQ. It scales and rounds their sums.
 //
@@ -82,15 +89,20 @@ struct Operands {
 // adds up a number over the lanes of a warp.)
 constexpr int kSumThreads = 256;
 
-template <typename T, int kWidth>
+template <typename T, int kWidth, bool kCounts>
 __global__ void __launch_bounds__(kSumThreads)
-    attention_row_sums(Operands<T> in, int64_t rows, int64_t rows_of_sums) {
+    attention_row_sums(Operands<T> in, int64_t rows, int64_t zeros) {
   constexpr int kOwn = kWidth / 32;
   const int lane = threadIdx.x % 32;
   const int64_t row = static_cast<int64_t>(blockIdx.x) * (kSumThreads / 32) + threadIdx.x / 32;
-  if (row >= rows_of_sums) return;
   const int64_t from = row * kWidth + kOwn * lane;
-  *reinterpret_cast<Neighbours<float, kOwn>*>(in.dq_sums + from) = {};
+  if (row < zeros) {
+    if constexpr (kCounts) {
+      if (lane == 0) in.counts[row] = 0;
+    } else {
+      *reinterpret_cast<Neighbours<float, kOwn>*>(in.dq_sums + from) = {};
+    }
+  }
   if (row >= rows) return;
   const auto out = *reinterpret_cast<const Neighbours<T, kOwn>*>(in.out + from);
   const auto d_out = *reinterpret_cast<const Neighbours<T, kOwn>*>(in.d_out + from);
@@ -210,7 +222,7 @@ __global__ void __launch_bounds__(MmaTile<T, kWidth>::kThreads, 2)
 
   // A step is a tile of queries of a head. Query s sees key0 if s + keys - queries >= key0.
   const int first_head = kv_head * in.group, heads_end = first_head + in.group;
-  const int first_query = in.causal ? max(0, key0 + in.queries - in.keys) / kQueries * kQueries : 0;
+  const int first_query = in.first_query(key0) / kQueries * kQueries;
   int next_head = first_head, next_query = first_query;  // to be copied
   const auto copy_step = [&](int step) {
     if (step == 0) {
@@ -322,7 +334,7 @@ __global__ void __launch_bounds__(MmaTile<T, kWidth>::kThreads, 2)
                               });
 }
 
-// ---- warp specialization, reduce-add ------------------------------------------------------------
+// ---- warp specialization, reduce-add, deterministic ---------------------------------------------
 
 // A block owns 128 keys of a head of K and V. It has two consumers, warpgroups that multiply by
 // wgmma: each owns 64 of the keys, with their dK and dV in its registers. And it has a producer, a
@@ -357,22 +369,54 @@ __global__ void __launch_bounds__(MmaTile<T, kWidth>::kThreads, 2)
 // *reduce-add* is the same kernel with kByEngine. There the consumer writes its part to shared
 // memory and goes on, while the copy engine adds these 16 KB to the sums.
 //
+// In both, the blocks of a head add to a part of dQ in whatever order they come, and a sum of
+// rounded numbers depends on their order: the last bits of dQ differ from run to run. In
+// *deterministic* each part is added to in the order of the keys. Beside the sums of each part
+// there is a count of the blocks that have added to it. The block of key tile j waits until the
+// count is j, adds, and raises the count when its numbers have arrived in memory.
+//
+// Nobody should wait for long. All blocks of a head go through the tiles of queries in the same
+// order, from the last one on. So a block that begins a little later than the one of the keys
+// before it stays behind it, and always finds its turn come. With a causal mask blocks of later
+// keys end earlier, and are otherwise the same. (Heads of Q that share keys alternate with each
+// tile. If they came one after the other, a block that the mask hides more from would come to the
+// second head too early.) And it is not a consumer that waits. The producer's warpgroup has three
+// more warps. A thread in each of two of them takes a consumer's parts from shared memory, waits,
+// and has the copy engine add them.
+//
+// The first block does not add but stores. So the sums need not begin as zeros.
+//
+// Nobody waits forever either. A block waits only for blocks of lower numbers, and GPUs start
+// blocks in the order of their numbers. So all that it waits for have started, and of all blocks
+// that have not ended the one with the lowest number waits for none: it ends, and so do all. The
+// numbers go through some heads, `abreast` of them: first through their first tiles of keys, then
+// through the second ones, and so on. The more heads there are, the further apart the blocks of a
+// head start. But these heads share the L2 cache.
+//
 // The words are those of bonus_attention at *warp specialization*, and these:
 //     Box, LeftTile                 rows of 128 bytes in shared memory, as the copy engine brings
 //                                   them and wgmma reads them
 //     named_barrier(id, threads)    __syncthreads() of some of a block's warps, here of both
 //                                   consumers or of one
 //     store_box<true>               has the copy engine store a box of one of a batch's matrices
-//     bulk_add                      has the copy engine add floats in shared memory to those in
-//                                   memory
+//     bulk_add, bulk_store          have the copy engine add floats in shared memory to those in
+//                                   memory, or store them there
+//     tensor_store_wait<0>          waits until what the copy engine has added is in memory
+//     wait_for_count                reads a counter until it is high enough, by an acquire
 //     launch_early                  starts a kernel as soon as all blocks of the one before have
 //                                   ended, before their results are sure to be seen;
 //                                   wait_for_previous_kernel() waits for these
+enum class Adding { by_threads, by_engine, in_order };
+
 template <int kWidth>
 struct HopperTile {
   static constexpr int kKeys = 128, kQueries = kWidth == 64 ? 128 : 64, kBoxes = kWidth / kBoxCols;
   static constexpr int kStages = 2, kThreads = 384;
   static constexpr int kPartFloats = 64 * 64;
+  // Of 168 a thread. Neither width has many to spare: with 24, a warp that brings 128 queries'
+  // numbers would spill.
+  static constexpr int kProducerRegisters = kWidth == 64 ? 40 : 24;
+  static constexpr int kConsumerRegisters = kWidth == 64 ? 232 : 240;
 };
 
 template <typename T, int kWidth>
@@ -385,9 +429,9 @@ struct HopperShared : HopperTile<kWidth> {
   };
   LeftTile<T, Tile::kKeys> K[Tile::kBoxes], V[Tile::kBoxes];
   Box<T, Tile::kKeys> dS[2][Tile::kQueries / 64];     // transposed: 128 keys by 64 queries each
-  float4 parts[2][Tile::kPartFloats / 4 / 128][128];  // of each consumer, for *reduce-add*
+  float4 parts[2][Tile::kPartFloats / 4 / 128][128];  // of each consumer, for the copy engine
   Pipeline<Stage, Tile::kStages> pipeline;
-  Barrier KV_full;
+  Barrier KV_full, part_full[2], part_empty[2];
 };
 
 // As the copy engine sees them: matrices (S or T, heads * width), one a batch.
@@ -395,12 +439,13 @@ struct HopperMaps {
   CUtensorMap Q, d_out, K, V, dK, dV;
 };
 
-// Where the part of a consumer, 0 or 1, begins in dq_sums, counted in float4.
+// The number of the part that a consumer, 0 or 1, has of a tile of queries. Parts lie one after the
+// other in dq_sums.
 template <typename T, int kWidth>
-__device__ inline size_t part_at(const Operands<T>& in, int batch, int head, int tile, int part) {
+__device__ inline size_t part_of(const Operands<T>& in, int batch, int head, int tile,
+                                 int consumer) {
   const int tiles = ceil_div(in.queries, HopperTile<kWidth>::kQueries);
-  return (((static_cast<size_t>(batch) * in.heads + head) * tiles + tile) * 2 + part) *
-         (HopperTile<kWidth>::kPartFloats / 4);
+  return ((static_cast<size_t>(batch) * in.heads + head) * tiles + tile) * 2 + consumer;
 }
 
 #if HOPPER_CODE
@@ -418,8 +463,9 @@ __device__ inline void add_quad(float4* to, float4 sums) {
 }
 
 // A block's place, its producer, and the parts of a consumer's step.
-template <typename T, int kWidth>
+template <typename T, int kWidth, Adding kAdding>
 struct HopperBlock : HopperTile<kWidth> {
+  static constexpr bool kInOrder = kAdding == Adding::in_order;
   using Tile = HopperTile<kWidth>;
   using Shared = HopperShared<T, kWidth>;
   using Stage = typename Shared::Stage;
@@ -428,24 +474,50 @@ struct HopperBlock : HopperTile<kWidth> {
   Shared& shared;
   const HopperMaps& maps;
   const Operands<T>& in;
-  int key0 = static_cast<int>(blockIdx.x) * Tile::kKeys, kv_head = blockIdx.y, batch = blockIdx.z;
-  int consumer = static_cast<int>(threadIdx.x) / 128 - 1, own_key0 = key0 + 64 * consumer;
+  int key_tile = blockIdx.x, kv_head = blockIdx.y, batch = blockIdx.z;
+  int consumer = static_cast<int>(threadIdx.x) / 128 - 1;
+  int key0, own_key0;  // of the block, and of the consumer
   // tile0 has the first query that sees key0. A step is a tile of queries of a head, of all heads
   // that share the keys. Every block has a step, as the last query sees all keys.
-  int tile0 = in.causal ? max(0, key0 + in.queries - in.keys) / Tile::kQueries : 0;
-  int tiles = max(0, ceil_div(in.queries, Tile::kQueries) - tile0), steps = tiles * in.group;
+  int tile0, tiles, steps;
 
-  __device__ int head_of(int step) const { return kv_head * in.group + step / tiles; }
-  __device__ int tile_of(int step) const { return tile0 + step % tiles; }
+  __device__ int head_of(int step) const {
+    return kv_head * in.group + (kInOrder ? step % in.group : step / tiles);
+  }
+  __device__ int tile_of(int step) const {
+    return tile0 + (kInOrder ? tiles - 1 - step / in.group : step % tiles);
+  }
 
   __device__ HopperBlock(char* bytes, const HopperMaps& of, const Operands<T>& operands)
       : shared(*reinterpret_cast<Shared*>(bytes)), maps(of), in(operands) {
     if (threadIdx.x == 0) {
       prepare(shared.pipeline, 2, 1 + 32);  // the copy engine's bytes, and a warp, fill a stage
       barrier_init(&shared.KV_full, 1);
+      for (int i = 0; kInOrder && i < 2; ++i) {
+        barrier_init(&shared.part_full[i], 4);  // the warps of a consumer
+        barrier_init(&shared.part_empty[i], 1);
+      }
       barrier_init_fence();
     }
     __syncthreads();
+    if constexpr (kInOrder) take_place(static_cast<int>(blockIdx.x));
+    key0 = key_tile * Tile::kKeys;
+    own_key0 = key0 + 64 * consumer;
+    tile0 = in.first_query(key0) / Tile::kQueries;
+    tiles = ceil_div(in.queries, Tile::kQueries) - tile0;
+    steps = tiles * in.group;
+  }
+
+  // The place of the block with this number: heads of K and V, of all batches, come `abreast` at a
+  // time. Of the last ones there may be fewer.
+  __device__ void take_place(int number) {
+    const int key_tiles = ceil_div(in.keys, Tile::kKeys), kv_heads = in.heads / in.group;
+    const int first = number / (in.abreast * key_tiles) * in.abreast;
+    const int together = min(in.abreast, in.batch * kv_heads - first);
+    const int rest = number - first * key_tiles, sequence = first + rest % together;
+    key_tile = rest / together;
+    kv_head = sequence % kv_heads;
+    batch = sequence / kv_heads;
   }
 
   // The producer. One thread starts the copies; all 32 load logarithms and D, and arrive when they
@@ -455,7 +527,7 @@ struct HopperBlock : HopperTile<kWidth> {
     const int lane = threadIdx.x % 32;
     const uint64_t policy = evict_normal();
     Writer writer(shared.pipeline);
-    if (lane == 0 && steps > 0) {
+    if (lane == 0) {
       barrier_arrive_expect(&shared.KV_full, sizeof shared.K + sizeof shared.V);
       for (int box = 0; box < Tile::kBoxes; ++box) {
         const int col = kv_head * kWidth + kBoxCols * box;
@@ -478,8 +550,9 @@ struct HopperBlock : HopperTile<kWidth> {
           }
         });
       }
-      // For D, and for the zeros to which consumers add: they come after this by the full barrier.
-      // Inputs may be copied before, as attention_row_sums was launched as usual.
+      // For D, and for the zeros to which parts are added, or the counts: whoever uses them comes
+      // after this by the full barrier. Inputs may be copied before, as attention_row_sums was
+      // launched as usual.
       if (step == 0) wait_for_previous_kernel();
       const size_t row = (static_cast<size_t>(batch) * in.heads + head) * in.queries + query0;
 #pragma unroll
@@ -547,32 +620,72 @@ struct HopperBlock : HopperTile<kWidth> {
         shared.dS[step % 2][halves ? consumer : 0].across_k(),
         shared.K[halves ? 0 : consumer].across_k(), false);
   }
+  __device__ __forceinline__ size_t part_of_step(int step, int of_consumer) const {
+    return part_of<T, kWidth>(in, batch, head_of(step), tile_of(step), of_consumer);
+  }
   // Adds the part to its sums in memory: from registers, or by way of shared memory.
-  template <bool kByEngine>
   __device__ __forceinline__ void add_part(const Sum<64>& part, int step) const {
     const int thread = threadIdx.x % 128;
-    float4* const to = reinterpret_cast<float4*>(in.dq_sums) +
-                       part_at<T, kWidth>(in, batch, head_of(step), tile_of(step), consumer);
     const auto quad = [&](int i) {
       const float* const of = &part.elements[4 * i];
       return make_float4(of[0], of[1], of[2], of[3]);
     };
-    if constexpr (!kByEngine) {
+    if constexpr (kAdding == Adding::by_threads) {
+      float4* const to = reinterpret_cast<float4*>(in.dq_sums) +
+                         part_of_step(step, consumer) * (Tile::kPartFloats / 4);
 #pragma unroll
       for (int i = 0; i < part.size() / 4; ++i) add_quad(to + 128 * i + thread, quad(i));
+      return;
+    }
+    // The copy engine has read the part before.
+    if constexpr (kInOrder) {
+      barrier_wait(&shared.part_empty[consumer], step % 2 ^ 1);
     } else {
       if (thread == 0) tensor_store_wait_read<0>();
-      named_barrier(2 + consumer, 128);  // the copy engine has read the part before
+      named_barrier(2 + consumer, 128);
+    }
 #pragma unroll
-      for (int i = 0; i < part.size() / 4; ++i) shared.parts[consumer][i][thread] = quad(i);
-      shared_fence();
+    for (int i = 0; i < part.size() / 4; ++i) shared.parts[consumer][i][thread] = quad(i);
+    shared_fence();
+    if constexpr (kInOrder) {
+      __syncwarp();
+      if (thread % 32 == 0) barrier_arrive(&shared.part_full[consumer]);
+    } else {
       named_barrier(2 + consumer, 128);
       if (thread == 0) {
         // No global_fence(): the zeros were written by a kernel that has ended.
-        bulk_add(reinterpret_cast<float*>(to), &shared.parts[consumer][0][0].x,
-                 sizeof shared.parts[consumer]);
+        bulk_add(in.dq_sums + part_of_step(step, consumer) * Tile::kPartFloats,
+                 &shared.parts[consumer][0][0].x, sizeof shared.parts[consumer]);
         tensor_store_commit();
       }
+    }
+  }
+  // A thread that adds a consumer's parts in order. A count has an acquire where it is read and a
+  // release where it is raised. These order what threads do; the fence orders what the copy engine
+  // does behind the acquire. A look at the next step's count takes as long as a part on its way to
+  // memory: so it is taken meanwhile.
+  __device__ void add_in_order(int of_consumer) const {
+    const auto& from = shared.parts[of_consumer];
+    const auto before = static_cast<unsigned>(key_tile);
+    bool is_turn = key_tile == 0;
+    for (int step = 0; step < steps; ++step) {
+      const size_t part = part_of_step(step, of_consumer);
+      float* const to = in.dq_sums + part * Tile::kPartFloats;
+      const GridCount count(in.counts[part]);
+      barrier_wait(&shared.part_full[of_consumer], step % 2);
+      if (!is_turn) wait_for_count(count, before, "the parts of dQ of the keys before");
+      global_fence();
+      key_tile == 0 ? bulk_store(to, &from[0][0].x, sizeof from)
+                    : bulk_add(to, &from[0][0].x, sizeof from);
+      tensor_store_commit();
+      tensor_store_wait_read<0>();
+      barrier_arrive(&shared.part_empty[of_consumer]);
+      if (key_tile > 0 && step + 1 < steps) {
+        const GridCount next(in.counts[part_of_step(step + 1, of_consumer)]);
+        is_turn = next.load(cuda::memory_order_acquire) >= before;
+      }
+      tensor_store_wait<0>();
+      count.fetch_add(1, cuda::memory_order_release);
     }
   }
   // 64 rows of dK or dV, by way of shared memory that nobody reads any longer.
@@ -597,20 +710,24 @@ struct HopperBlock : HopperTile<kWidth> {
 };
 #endif
 
-template <typename T, int kWidth, bool kByEngine>
+template <typename T, int kWidth, Adding kAdding>
 __global__ void __launch_bounds__(HopperTile<kWidth>::kThreads, 1)
     attention_backward_hopper(const __grid_constant__ HopperMaps maps,
                               const __grid_constant__ Operands<T> in) {
 #if HOPPER_CODE
   extern __shared__ __align__(1024) char bytes[];
-  using Block = HopperBlock<T, kWidth>;
+  using Block = HopperBlock<T, kWidth, kAdding>;
   const Block block(bytes, maps, in);
   auto& shared = block.shared;
   if (warp_of_block() < 4) {
-    registers_shrink_to<24>();
-    if (warp_of_block() == 0) block.bring();
+    registers_shrink_to<Block::kProducerRegisters>();
+    const int warp = warp_of_block();
+    if (warp == 0) block.bring();
+    if constexpr (Block::kInOrder) {
+      if ((warp == 1 || warp == 2) && elect_one()) block.add_in_order(warp - 1);
+    }
   } else {
-    registers_grow_to<240>();
+    registers_grow_to<Block::kConsumerRegisters>();
     const BlockGrid<1, 1> alone;
     Reader reader(shared.pipeline, alone);
     Sum<kWidth> dK = {}, dV = {};
@@ -618,7 +735,7 @@ __global__ void __launch_bounds__(HopperTile<kWidth>::kThreads, 1)
     typename Block::Factor P_factor, dS_factor;
     Sum<64> dQ;
     constexpr int kOfQueries = Block::kQueries / 16;
-    if (block.steps > 0) barrier_wait(&shared.KV_full, 0);
+    barrier_wait(&shared.KV_full, 0);
     for (int step = 0; step < block.steps; ++step) {
       auto& stage = reader.wait();
       block.start_transposed(P, shared.K, stage.Q);
@@ -642,7 +759,7 @@ __global__ void __launch_bounds__(HopperTile<kWidth>::kThreads, 1)
       block.start_part(dQ, step);
       dK.template start_product<kOfQueries>(dS_factor, stage.Q[0].across_k(), true);
       wgmma_wait<1>();  // for dQ
-      block.template add_part<kByEngine>(dQ, step);
+      block.add_part(dQ, step);
       wgmma_wait<0>();
       // One thread's arrival, for all: others read log_sums and row_sums before the barrier above.
       reader.give_back();
@@ -661,7 +778,8 @@ __global__ void __launch_bounds__(HopperTile<kWidth>::kThreads, 1)
 
 // What attention_finish_dq does, from sums in the order of registers. A block owns a part of dQ,
 // and a thread what a consumer's thread had of it: of every four numbers two are neighbours in a
-// row, and the other two lie 8 rows below.
+// row, and the other two lie 8 rows below. Queries before the first one that sees a key have zeros:
+// to their tiles, *deterministic* has not written anything.
 template <typename T, int kWidth>
 __global__ void __launch_bounds__(128) attention_finish_parts(Operands<T> in) {
   using Part = Sum<64>;
@@ -670,12 +788,15 @@ __global__ void __launch_bounds__(128) attention_finish_parts(Operands<T> in) {
   const int query0 = tile * kQueries + (kWidth == 64 ? 64 * part : 0);
   const int col0 = head * kWidth + (kWidth == 64 ? 0 : 64 * part);
   wait_for_previous_kernel();
-  const float4* const from = reinterpret_cast<const float4*>(in.dq_sums) +
-                             part_at<T, kWidth>(in, batch, head, tile, part) + threadIdx.x;
+  const float4* const from =
+      reinterpret_cast<const float4*>(in.dq_sums +
+                                      part_of<T, kWidth>(in, batch, head, tile, part) * (64 * 64)) +
+      threadIdx.x;
+  const bool is_written = tile >= in.first_query(0) / kQueries;
   const size_t rows = static_cast<size_t>(batch) * in.queries;
 #pragma unroll
   for (int i = 0; i < Part::size() / 4; ++i) {
-    const float4 sums = from[128 * i];
+    const float4 sums = is_written ? from[128 * i] : float4{};
     const float pairs[2][2] = {{sums.x, sums.y}, {sums.z, sums.w}};
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
@@ -696,9 +817,11 @@ struct Table : AttentionBackwardProblem<T> {
         std::function<void(double)> report)
       : AttentionBackwardProblem<T>(lesson, blas, name, shape, std::move(report),
                                     lesson.flag("--hard-rows")),
+        lesson(lesson),
         row_sums(this->problem.template output<float>(shape.rows())),
-        dq_sums(this->problem.template output<float>(padded_rows() *
-                                                     static_cast<size_t>(shape.width))) {}
+        dq_sums(
+            this->problem.template output<float>(padded_rows() * static_cast<size_t>(shape.width))),
+        counts(this->problem.template output<unsigned>(count_of_counts())) {}
 
   // The rows of dQ, if each head had whole tiles of 128 queries.
   size_t padded_rows() const {
@@ -706,6 +829,28 @@ struct Table : AttentionBackwardProblem<T> {
     return static_cast<size_t>(of.batch * of.heads * ceil_div(of.queries, int64_t{128}) * 128);
   }
 
+  // A count for each part of dQ, of which a tile of 64 queries has two.
+  size_t count_of_counts() const {
+    const AttentionShape& of = this->shape;
+    return static_cast<size_t>(of.batch * of.heads * ceil_div(of.queries, int64_t{64}) * 2);
+  }
+
+  // For *deterministic*: as many heads side by side as make a block for each multiprocessor, and
+  // as let two steps pass from the start of one of a head's blocks to that of the next one.
+  template <int kQueries>
+  int abreast() const {
+    const AttentionShape& of = this->shape;
+    const int64_t heads = of.batch * of.kv_heads;
+    if (lesson.given("--abreast")) {
+      return static_cast<int>(std::min(heads, lesson.option("--abreast")));
+    }
+    const int64_t steps = of.group() * ceil_div(of.queries, kQueries);
+    const int64_t most = std::max<int64_t>(1, of.causal ? steps / 2 : steps);
+    const int64_t apart = std::min(2 * ceil_div(of.keys, int64_t{128}), most);
+    return static_cast<int>(std::min(heads, ceil_div(int64_t{2} * multiprocessors(), apart)));
+  }
+
+  template <int kQueries = 64>
   Operands<T> operands() const {
     const AttentionShape& of = this->shape;
     const auto narrow = [](int64_t value) { return static_cast<int>(value); };
@@ -720,21 +865,25 @@ struct Table : AttentionBackwardProblem<T> {
             this->dV,
             row_sums,
             dq_sums,
+            counts,
             narrow(of.batch),
             narrow(of.queries),
             narrow(of.keys),
             narrow(of.heads),
             narrow(of.group()),
+            abreast<kQueries>(),
             of.causal,
             of.scale()};
   }
 
-  // D, and zeros in dq_sums.
-  template <int kWidth>
+  // D, and zeros in dq_sums or in the counts.
+  template <int kWidth, bool kCounts>
   void start() const {
-    const auto sums = static_cast<int64_t>(padded_rows());
-    attention_row_sums<T, kWidth><<<blocks_for(sums, kSumThreads / 32), kSumThreads>>>(
-        operands(), static_cast<int64_t>(this->shape.rows()), sums);
+    const auto rows = static_cast<int64_t>(this->shape.rows());
+    const auto zeros = static_cast<int64_t>(kCounts ? count_of_counts() : padded_rows());
+    attention_row_sums<T, kWidth, kCounts>
+        <<<blocks_for(std::max(rows, zeros), kSumThreads / 32), kSumThreads>>>(operands(), rows,
+                                                                               zeros);
   }
   void finish_dq() const {
     const auto count = static_cast<int64_t>(this->shape.query_elements());
@@ -749,36 +898,67 @@ struct Table : AttentionBackwardProblem<T> {
     const AttentionShape& of = this->shape;
     const dim3 grid(blocks_for(of.keys, Mma::kKeys), static_cast<unsigned>(of.kv_heads),
                     static_cast<unsigned>(of.batch));
-    this->kernel("tensor cores", Role::ours,
-                 [=, this] {
-                   start<kWidth>();
-                   attention_backward_mma<T, kWidth><<<grid, Mma::kThreads, kBytes>>>(operands());
-                   finish_dq();
-                 })
+    row("tensor cores", Role::ours,
+        [=, this] {
+          start<kWidth, false>();
+          attention_backward_mma<T, kWidth><<<grid, Mma::kThreads, kBytes>>>(operands());
+          finish_dq();
+        })
         .needs(80)
         .needs_shared(kBytes);
-    add_hopper<kWidth, false>("warp specialization");
-    add_hopper<kWidth, true>("reduce-add");
+    add_hopper<kWidth, Adding::by_threads>("warp specialization");
+    add_hopper<kWidth, Adding::by_engine>("reduce-add");
+    add_hopper<kWidth, Adding::in_order>("deterministic");
   }
 
-  template <int kWidth, bool kByEngine>
+  template <int kWidth, Adding kAdding>
   void add_hopper(const char* name) const {
     using Tile = HopperTile<kWidth>;
     constexpr int kBytes = sizeof(HopperShared<T, kWidth>);
     const AttentionShape& of = this->shape;
     const auto heads = static_cast<unsigned>(of.heads), batch = static_cast<unsigned>(of.batch);
-    const dim3 grid(blocks_for(of.keys, Tile::kKeys), static_cast<unsigned>(of.kv_heads), batch);
+    const unsigned tiles = blocks_for(of.keys, Tile::kKeys),
+                   kv_heads = static_cast<unsigned>(of.kv_heads);
+    const dim3 grid =
+        kAdding == Adding::in_order ? dim3(tiles * kv_heads * batch) : dim3(tiles, kv_heads, batch);
     const dim3 parts(2 * blocks_for(of.queries, Tile::kQueries), heads, batch);
-    const auto kernel = attention_backward_hopper<T, kWidth, kByEngine>;
+    const auto kernel = attention_backward_hopper<T, kWidth, kAdding>;
     allow_shared_bytes(kernel, kBytes);
-    this->kernel(name, Role::ours,
-                 [=, this] {
-                   start<kWidth>();
-                   launch_early(kernel, grid, Tile::kThreads, kBytes, maps<kWidth>(), operands());
-                   launch_early(attention_finish_parts<T, kWidth>, parts, 128, 0, operands());
-                 })
+    row(name, Role::ours,
+        [=, this] {
+          start<kWidth, kAdding == Adding::in_order>();
+          launch_early(kernel, grid, Tile::kThreads, kBytes, maps<kWidth>(),
+                       operands<Tile::kQueries>());
+          launch_early(attention_finish_parts<T, kWidth>, parts, 128, 0, operands());
+        })
         .hopper_only()
         .needs_shared(kBytes);
+  }
+
+  // A row, of which --runs is told.
+  template <class Launch>
+  Kernel& row(const std::string& name, Role role, Launch launch) const {
+    Kernel& kernel = this->kernel(name, role, launch);
+    if (!lesson.given("--runs")) return kernel;
+    const auto collect = kernel.hooks.collect;
+    const auto said = std::make_shared<bool>(false);  // it is verified twice
+    kernel.hooks.collect = [=, this] {
+      if (!*said) compare_runs(name, launch);
+      *said = true;
+      if (collect) collect();
+    };
+    return kernel;
+  }
+  void compare_runs(const std::string& name, const std::function<void()>& launch) const {
+    const int64_t runs = lesson.option("--runs");
+    const uint64_t first = common::checksum(*this->dQ.storage());
+    int64_t others = 0;
+    for (int64_t i = 0; i < runs; ++i) {
+      launch();
+      others += common::checksum(*this->dQ.storage()) != first;
+    }
+    lesson.note(this->problem.name + ", " + name + ": dQ has other bits in " +
+                std::to_string(others) + " of " + std::to_string(runs) + " more runs.");
   }
 
   template <int kWidth>
@@ -796,7 +976,10 @@ struct Table : AttentionBackwardProblem<T> {
   }
 
  private:
-  Buffer<float> row_sums, dq_sums;  // workspace of the table
+  Lesson& lesson;
+  // Workspace of the table.
+  Buffer<float> row_sums, dq_sums;
+  Buffer<unsigned> counts;
 };
 
 template <typename T>
@@ -807,7 +990,7 @@ void add_table(Lesson& lesson, cublasHandle_t blas, const std::string& type, Att
   const auto table = std::make_shared<Table<T>>(lesson, blas, name, shape, report);
   tables.push_back(table);
   const auto library = std::make_shared<LibraryAttentionBackward<T>>(blas, *table);
-  table->kernel("library", Role::library, [library] { (*library)(); });
+  table->row("library", Role::library, [library] { (*library)(); });
   switch (shape.width) {
     case 64:
       table->template add_lesson_kernels<64>();
@@ -844,7 +1027,9 @@ int main(int argc, char** argv) {
                    {.name = "--batch",
                     .meaning = "0: as many as make 16384 queries",
                     .value = 0,
-                    .cpu = 1}},
+                    .cpu = 1},
+                   {"--runs", "launches of each kernel whose bits of dQ are compared", 0},
+                   {"--abreast", "heads of K and V side by side in *deterministic*", 0}},
        .flags = {{"--causal", "only the table with the causal mask"},
                  {"--full", "only the table without it"},
                  {"--fp16", "fp16 in place of bf16"},

@@ -163,13 +163,14 @@ class Exercise:
 MATMUL = "2_matmul_sharedmem"
 TENSOR_CORES = "3_matmul_tensorcore"
 CLIFFORD = "10_clifford_gp"
-ATTENTION = "bonus_attention"
+ATTENTION, BACKWARD = "bonus_attention", "bonus_attention_backward"
 
 # What an exercise can do without: other algebras than 3,0,0, and other widths than 64, take minutes to
 # compile. The lines stay in the reader's file; the compiler does not see them.
 LEAVE_OUT = {
     CLIFFORD: re.compile(r"^  if \(lesson\.choice\(\"--algebra\"\) == .*$", re.MULTILINE),
     ATTENTION: re.compile(r"^ +table->template add_lesson_kernels<(?:128|256)>\(\);$", re.MULTILINE),
+    BACKWARD: re.compile(r"^ +table->template add_lesson_kernels<128>\(\);$", re.MULTILINE),
 }
 
 
@@ -440,6 +441,15 @@ EXERCISES = [
         (Cut("void store_tile(", "shared_fence();", "", ""),),
         finds="^A race", columns="N", sanitizers=("thread",), multiprocessors=4,
         mutant=("store_tile", "shared_fence() without"),
+    ),
+    Exercise(
+        "unscaled", BACKWARD, "two gradients are right, and the third is too large",
+        "tensor cores", ("20", "--keys", "70", "--width", "64", "--heads", "1", "--batch", "1", "--full"),
+        (Cut("attention_backward_mma(Operands<T> in)", "return pack2<T>(in.scale * pair.x, in.scale * pair.y);", "", """\
+                                return pack2<T>(pair.x, pair.y);
+"""),),
+        finds="^Wrong from element ",
+        mutant=("bonus_attention_backward_dK_without_scale",),
     ),
 ]
 

@@ -1014,6 +1014,8 @@ void bulk_wait_read(int newest, Site site) {
   tsan_acquire(&bulk);
 }
 
+void bulk_wait(int newest, Site site) { bulk_wait_read(newest, site); }
+
 void async_proxy_fence() {
   const Unwatched bookkeeping;
   tsan_release(&hopper().tsan_fenced);

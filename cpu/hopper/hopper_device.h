@@ -148,6 +148,10 @@ template <int kNewest>
 void tensor_store_wait_read(cuda_cpu::Site site = cuda_cpu::Site::here()) {
   cuda_cpu::bulk_wait_read(kNewest, site);
 }
+template <int kNewest>
+void tensor_store_wait(cuda_cpu::Site site = cuda_cpu::Site::here()) {
+  cuda_cpu::bulk_wait(kNewest, site);
+}
 inline void shared_fence() { cuda_cpu::async_proxy_fence(); }
 inline void global_fence() { cuda_cpu::async_proxy_fence(); }
 

@@ -61,6 +61,7 @@ void tensor_reduce(ReductionOf reduction, const CUtensorMap* map, int rank, cons
                    const void* from, Site site);
 void bulk_commit();
 void bulk_wait_read(int newest, Site site);
+void bulk_wait(int newest, Site site);
 void async_proxy_fence();
 
 void named_barrier(int id, int threads, Site site);

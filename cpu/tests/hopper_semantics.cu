@@ -393,6 +393,34 @@ CASE(bulk_stores) {
   }
 }
 
+// Each block adds to the same numbers, after the block before it. The first one stores.
+__global__ void add_in_turn(float* sums, unsigned* added) {
+#if HOPPER_CODE
+  __shared__ alignas(16) float mine[64];
+  mine[threadIdx.x] = static_cast<float>(blockIdx.x + threadIdx.x);
+  shared_fence();
+  __syncthreads();
+  if (threadIdx.x > 0) return;
+  const GridCount count(*added);
+  wait_for_count(count, blockIdx.x, "the block before");
+  global_fence();
+  blockIdx.x == 0 ? bulk_store(sums, mine, sizeof mine) : bulk_add(sums, mine, sizeof mine);
+  tensor_store_commit();
+  tensor_store_wait<0>();
+  count.fetch_add(1, cuda::memory_order_release);
+#endif
+}
+
+// "cp.reduce.async.bulk"; "cp.async.bulk.wait_group" without .read: the writes are visible to the
+// thread that has waited, and after its release to others.
+CASE(bulk_adds_in_turn) {
+  Array<float> sums(64, -1);
+  Array<unsigned> added(1);
+  add_in_turn<<<4, 64>>>(sums.device, added.device);
+  sums.get();
+  for (int i = 0; i < 64; ++i) EXPECT(sums[i] == static_cast<float>(6 + 4 * i));
+}
+
 __global__ void HOPPER_CLUSTER(2) pushed_values(float* out) {
 #if HOPPER_CODE
   __shared__ float theirs[64];

@@ -30,21 +30,23 @@ struct BackwardMemory {
 template <typename T>
 class BackwardLaunches {
  public:
+  /// in_order: each number of dQ is added up in the order of the keys.
   BackwardLaunches(const Workspace& workspace, const BackwardMemory<T>& memory,
-                   const AttentionShape& shape, float scale)
+                   const AttentionShape& shape, float scale, bool in_order)
       : memory_(memory),
         shape_(shape),
         scale_(scale),
+        counts_(workspace.any<unsigned>(static_cast<size_t>(in_order ? counts() : 0))),
         row_sums_(workspace.any<float>(static_cast<size_t>(rows()))),
         dq_sums_(workspace.any<float>(static_cast<size_t>(rows_of_sums() * tile_width()))),
         stream_(workspace.stream) {}
 
-  template <class Tile>
+  template <class Tile, bool kInOrder>
   void launch_hopper() const {
     constexpr int kBytes = sizeof(BackwardHopperShared<Tile>);
-    const auto kernel = attention_backward_hopper<Tile>;
+    const auto kernel = attention_backward_hopper<Tile, kInOrder>;
     allow_shared_bytes(kernel, kBytes);
-    const BackwardOperands<T> in = operands();
+    const BackwardOperands<T> in = operands<Tile>(1);
     const int64_t B = shape_.batch, S = shape_.queries, keys = shape_.keys, g = shape_.group();
     const int64_t heads = shape_.kv_heads, width = shape_.width;
     const auto of_queries = [&](const T* tensor, const Strides& by) {
@@ -56,21 +58,22 @@ class BackwardLaunches {
     const BackwardMaps maps{of_queries(in.Q, in.q),    of_queries(in.d_out, in.d_o),
                             of_keys(in.K, in.k, 128),  of_keys(in.V, in.v, 128),
                             of_keys(in.dK, in.dk, 64), of_keys(in.dV, in.dv, 64)};
-    start<Tile::kWidth>(in);
-    launch_clusters_on(stream_, kernel, 1, true, blocks_of<Tile>(), Tile::kThreads, kBytes, maps,
-                       in);
+    start<Tile::kWidth>(in, kInOrder ? 0 : rows_of_sums(), kInOrder ? counts() : 0);
+    launch_clusters_on(stream_, kernel, 1, true, blocks_of<Tile, kInOrder>(), Tile::kThreads,
+                       kBytes, maps, in);
     const int64_t parts = 2 * ceil_div(S, int64_t{Tile::kQueries}) * shape_.heads * B;
     launch_clusters_on(stream_, attention_finish_parts<Tile>, 1, true, blocks_for(parts, 1), 128, 0,
                        in);
   }
 
-  template <class Tile>
+  template <class Tile, bool kInOrder>
   void launch_portable() const {
     constexpr int kBytes = sizeof(BackwardShared<Tile>);
-    allow_shared_bytes(attention_backward_portable<Tile>, kBytes);
-    const BackwardOperands<T> in = operands();
-    start<Tile::kWidth>(in);
-    attention_backward_portable<Tile><<<blocks_of<Tile>(), Tile::kThreads, kBytes, stream_>>>(in);
+    allow_shared_bytes(attention_backward_portable<Tile, kInOrder>, kBytes);
+    const BackwardOperands<T> in = operands<Tile>(2);
+    start<Tile::kWidth>(in, rows_of_sums(), kInOrder ? counts() : 0);
+    attention_backward_portable<Tile, kInOrder>
+        <<<blocks_of<Tile, kInOrder>(), Tile::kThreads, kBytes, stream_>>>(in);
     attention_finish_dq<T, Tile::kWidth>
         <<<blocks_for(rows(), kBlockRows), kRowThreads, 0, stream_>>>(in, static_cast<int>(rows()));
   }
@@ -81,26 +84,43 @@ class BackwardLaunches {
     return shape_.batch * shape_.heads * ceil_div(shape_.queries, kBackwardQueries) *
            kBackwardQueries;
   }
+  /// For each part of dQ, of which a tile of 64 queries has two, and one of 32 has one.
+  int64_t counts() const { return rows_of_sums() / 32; }
   int64_t tile_width() const { return shape_.width <= 64 ? 64 : 128; }
 
   int64_t sequences() const { return shape_.kv_heads * shape_.batch; }
 
-  template <class Tile>
+  /// In order they are in a row.
+  template <class Tile, bool kInOrder>
   dim3 blocks_of() const {
+    const unsigned tiles = blocks_for(shape_.keys, Tile::kKeys);
+    if (kInOrder) return {tiles * static_cast<unsigned>(sequences())};
     const int64_t rows = std::min<int64_t>(sequences(), 1 << 15);
-    return {blocks_for(shape_.keys, Tile::kKeys), static_cast<unsigned>(rows),
-            blocks_for(sequences(), rows)};
+    return {tiles, static_cast<unsigned>(rows), blocks_for(sequences(), rows)};
   }
 
-  /// D, and zeros for the sums.
+  /// D, and zeros for rows of the sums, and for counts.
   template <int kWidth>
-  void start(const BackwardOperands<T>& in) const {
+  void start(const BackwardOperands<T>& in, int64_t zeros, int64_t counts) const {
     attention_row_sums<T, kWidth>
-        <<<blocks_for(rows_of_sums(), kBlockRows), kRowThreads, 0, stream_>>>(
-            in, static_cast<int>(rows()), static_cast<int>(rows_of_sums()));
+        <<<blocks_for(std::max({rows(), zeros, counts}), kBlockRows), kRowThreads, 0, stream_>>>(
+            in, static_cast<int>(rows()), static_cast<int>(zeros), static_cast<int>(counts));
   }
 
-  BackwardOperands<T> operands() const {
+  /// As many sequences side by side, in order, as make a block for each place, and as let two steps
+  /// pass from the start of one of a sequence's blocks to that of the next one: it takes about a
+  /// step until the next block may add to the same part.
+  template <class Tile>
+  int64_t abreast(int64_t places) const {
+    const int64_t steps = shape_.group() * ceil_div(shape_.queries, int64_t{Tile::kQueries});
+    const int64_t most = std::max<int64_t>(1, shape_.causal ? steps / 2 : steps);
+    const int64_t apart = std::min(2 * ceil_div(shape_.keys, int64_t{Tile::kKeys}), most);
+    return std::min(sequences(), ceil_div(2 * places, apart));
+  }
+
+  /// blocks: that a multiprocessor has at a time.
+  template <class Tile>
+  BackwardOperands<T> operands(int blocks) const {
     const auto narrow = [](int64_t value) { return static_cast<int>(value); };
     return {
         {memory_.Q, memory_.K, memory_.V, memory_.out, memory_.log_sums, memory_.q, memory_.k,
@@ -112,53 +132,65 @@ class BackwardLaunches {
         memory_.dV,
         row_sums_,
         dq_sums_,
+        counts_,
         memory_.d_o,
         memory_.dq,
         memory_.dk,
         memory_.dv,
-        narrow(sequences())};
+        narrow(sequences()),
+        narrow(abreast<Tile>(int64_t{blocks} * multiprocessors()))};
   }
 
   BackwardMemory<T> memory_;
   AttentionShape shape_;
   float scale_;
+  Memory<unsigned> counts_;
   Memory<float> row_sums_, dq_sums_;
   cudaStream_t stream_;
 };
 
 /// The way to compute the gradients, of a shape that is at least 1 everywhere, of a width and
 /// strides as above, and whose heads are a multiple of kv_heads; with queries in whole tiles, rows
-/// and keys of all heads are at most 2^30. What is written must not overlap what is read.
+/// and keys of all heads are at most 2^30. What is written must not overlap what is read. in_order:
+/// the same bits in each call.
 template <typename T>
 class AttentionBackward {
  public:
   AttentionBackward(const Workspace& workspace, const BackwardMemory<T>& memory,
-                    const AttentionShape& shape, float scale)
-      : launches_(workspace, memory, shape, scale), shape_(shape) {}
+                    const AttentionShape& shape, float scale, bool in_order)
+      : launches_(workspace, memory, shape, scale, in_order), shape_(shape), in_order_(in_order) {}
 
-  std::vector<Way> ways() const { return {shape_.width <= 64 ? way<64>() : way<128>()}; }
+  std::vector<Way> ways() const {
+    const auto of_width = [&]<bool kInOrder>() {
+      return shape_.width <= 64 ? way<64, kInOrder>() : way<128, kInOrder>();
+    };
+    return {in_order_ ? of_width.template operator()<true>()
+                      : of_width.template operator()<false>()};
+  }
 
  private:
   /// There is one a device: what it should take, at the rate of most long sequences, compares it
   /// with nothing.
-  template <int kWidth>
+  template <int kWidth, bool kInOrder>
   Way way() const {
     const double flops = 2.5 * shape_.flops();
+    const std::string order = kInOrder ? ", in order" : "";
     if (is_hopper()) {
       using Tile = BackwardHopperTile<T, kWidth>;
-      return {"wgmma, parts of d_q added up by the copy engine", flops / 500e6,
-              [self = launches_] { self.template launch_hopper<Tile>(); },
+      return {"wgmma, parts of d_q added up by the copy engine" + order, flops / 500e6,
+              [self = launches_] { self.template launch_hopper<Tile, kInOrder>(); },
               static_cast<int>(sizeof(BackwardHopperShared<Tile>))};
     }
     using Tile = BackwardTile<T, kWidth>;
     static_assert(sizeof(BackwardShared<Tile>) <= 99 << 10);
-    return {"mma.sync, parts of d_q added up by atomics", flops / 200e6,
-            [self = launches_] { self.template launch_portable<Tile>(); },
+    return {"mma.sync, parts of d_q added up by atomics" + order, flops / 200e6,
+            [self = launches_] { self.template launch_portable<Tile, kInOrder>(); },
             static_cast<int>(sizeof(BackwardShared<Tile>))};
   }
 
   BackwardLaunches<T> launches_;
   AttentionShape shape_;
+  bool in_order_;
 };
 
 }  // namespace operators::attention

@@ -1,5 +1,5 @@
-// The gradients of attention on Hopper: *reduce-add* of bonus_attention_backward.cu for rows that
-// lie anywhere, of any width up to 128.
+// The gradients of attention on Hopper: *reduce-add* and, in order, *deterministic* of
+// bonus_attention_backward.cu for rows that lie anywhere, of any width up to 128.
 //
 // A block owns 128 keys of a head of K and V, and its dK and dV. A producer warp has the copy
 // engine bring K and V once, and then tiles of Q and d_out to the stages of a pipeline; it loads
@@ -16,6 +16,10 @@
 // adds its part of dQ to the sums in memory. No one but attention_finish_parts reads these, so they
 // lie as they lie in registers: a part is 64 x 64 numbers, element i / 4 of thread t is four of
 // them, and for each i / 4 those of a consumer's 128 threads are neighbours.
+//
+// In order, two warps beside the producer take the consumers' parts from shared memory, and have
+// the copy engine add each when those of the keys before are there (BackwardPlace). The block of
+// the first keys stores its parts, so that the sums need not begin as zeros.
 #pragma once
 
 #include "operators/attention/backward_portable.cuh"
@@ -48,7 +52,7 @@ struct BackwardHopperShared {
   Box<T, Tile::kKeys> dS[2][Tile::kQueries / 64];     // transposed: 128 keys by 64 queries each
   float4 parts[2][Tile::kPartFloats / 4 / 128][128];  // of dQ, of each consumer
   Pipeline<Stage, Tile::kStages> pipeline;
-  Barrier KV_full;
+  Barrier KV_full, part_full[2], part_empty[2];
 };
 
 /// Of five dimensions each, as AttentionMaps has them. What a box has behind the width is read as
@@ -58,7 +62,7 @@ struct BackwardMaps {
 };
 
 #if HOPPER_CODE
-template <class Tile>
+template <class Tile, bool kInOrder>
 struct BackwardHopperBlock {
   using T = typename Tile::T;
   using Shared = BackwardHopperShared<Tile>;
@@ -69,22 +73,38 @@ struct BackwardHopperBlock {
   Shared& shared;
   const BackwardMaps& maps;
   const BackwardOperands<T>& in;
-  int key0 = static_cast<int>(blockIdx.x) * Tile::kKeys;
-  int consumer = static_cast<int>(threadIdx.x) / 128 - 1, own_key0 = key0 + 64 * consumer;
-  // The first tile of queries with one that sees key0, and steps of all heads that share the keys.
-  int tile0 = in.causal ? max(0, key0 + in.queries - in.keys) / Tile::kQueries : 0;
-  int all_tiles = ceil_div(in.queries, Tile::kQueries), tiles = all_tiles - tile0;
-  int steps = tiles * in.group;
+  int consumer = static_cast<int>(threadIdx.x) / 128 - 1;
+  int all_tiles = ceil_div(in.queries, Tile::kQueries);  // of queries
+  BackwardPlace place;
+  int key0, own_key0;
+  BackwardSteps<kInOrder> steps;
 
   __device__ BackwardHopperBlock(char* bytes, const BackwardMaps& of,
                                  const BackwardOperands<T>& operands)
-      : shared(*reinterpret_cast<Shared*>(bytes)), maps(of), in(operands) {
+      : shared(*reinterpret_cast<Shared*>(bytes)),
+        maps(of),
+        in(operands),
+        place(BackwardPlace::of_block<kInOrder>(in, Tile::kKeys)),
+        key0(place.key_tile * Tile::kKeys),
+        own_key0(key0 + 64 * consumer) {
+    const int tile0 = in.first_query(key0) / Tile::kQueries;
+    steps = {tile0, all_tiles - tile0, in.group};
     if (threadIdx.x == 0) {
       prepare(shared.pipeline, 2, 1 + 32);  // the copy engine's bytes, and a warp, fill a stage
       barrier_init(&shared.KV_full, 1);
+      for (int i = 0; kInOrder && i < 2; ++i) {
+        barrier_init(&shared.part_full[i], 4);  // the warps of a consumer
+        barrier_init(&shared.part_empty[i], 1);
+      }
       barrier_init_fence();
     }
     __syncthreads();
+  }
+
+  /// The first of a step's two parts.
+  __device__ int part_of(int step) const {
+    const int head = place.sequence * in.group + steps.of_group(step);  // through all batches
+    return 2 * (head * all_tiles + steps.tile(step));
   }
 
   /// The producer warp. One thread starts the copies; all load logarithms and D. Where there is no
@@ -93,7 +113,6 @@ struct BackwardHopperBlock {
   __device__ void bring() const {
     const int lane = threadIdx.x % 32;
     const uint64_t policy = evict_normal();
-    const BackwardPlace place(in.heads / in.group);
     Writer writer(shared.pipeline);
     if (lane == 0) {
       barrier_arrive_expect(&shared.KV_full, sizeof shared.K + sizeof shared.V);
@@ -103,10 +122,8 @@ struct BackwardHopperBlock {
         tensor_load(shared.V[box].row(0), &maps.V, at, &shared.KV_full, policy);
       }
     }
-    for (int step = 0; step < steps; ++step) {
-      const int of_group = step / tiles, tile = tile0 + step % tiles;
-      const int head = sequence_of_block() * in.group + of_group;  // through all batches
-      const int query0 = tile * Tile::kQueries;
+    for (int step = 0; step < steps.count(); ++step) {
+      const int of_group = steps.of_group(step), query0 = steps.tile(step) * Tile::kQueries;
       Stage& stage = writer.wait();  // each lane for itself, as it will write
       Barrier& full = shared.pipeline.full[writer.ring.stage];
       if (lane > 0) {
@@ -123,9 +140,9 @@ struct BackwardHopperBlock {
       if (step == 0) wait_for_previous_kernel();
       if (lane == 0) {
         stage.query0 = query0;
-        stage.part = 2 * (head * all_tiles + tile);
+        stage.part = part_of(step);
       }
-      const int row = head * in.queries + query0;
+      const int row = (place.sequence * in.group + of_group) * in.queries + query0;
 #pragma unroll
       for (int i = lane; i < Tile::kQueries; i += 32) {
         const bool exists = query0 + i < in.queries;
@@ -190,21 +207,58 @@ struct BackwardHopperBlock {
         shared.dS[step % 2][halves ? consumer : 0].across_k(),
         shared.K[halves ? 0 : consumer].across_k(), false);
   }
-  __device__ __forceinline__ void add_part(const Sum<64>& part, const Stage& stage) const {
+  __device__ __forceinline__ void add_part(const Sum<64>& part, int step,
+                                           const Stage& stage) const {
     const int thread = threadIdx.x % 128;
-    if (thread == 0) tensor_store_wait_read<0>();
-    named_barrier(2 + consumer, 128);  // the part before has left
+    // The part before has left.
+    if constexpr (kInOrder) {
+      barrier_wait(&shared.part_empty[consumer], step % 2 ^ 1);
+    } else {
+      if (thread == 0) tensor_store_wait_read<0>();
+      named_barrier(2 + consumer, 128);
+    }
 #pragma unroll
     for (int i = 0; i < part.size() / 4; ++i) {
       const float* const of = &part.elements[4 * i];
       shared.parts[consumer][i][thread] = make_float4(of[0], of[1], of[2], of[3]);
     }
     shared_fence();
-    named_barrier(2 + consumer, 128);
-    if (thread == 0) {
-      bulk_add(in.dq_sums + int64_t{stage.part + consumer} * Tile::kPartFloats,
-               &shared.parts[consumer][0][0].x, sizeof shared.parts[consumer]);
+    if constexpr (kInOrder) {
+      __syncwarp();
+      if (thread % 32 == 0) barrier_arrive(&shared.part_full[consumer]);
+    } else {
+      named_barrier(2 + consumer, 128);
+      if (thread == 0) {
+        bulk_add(in.dq_sums + int64_t{stage.part + consumer} * Tile::kPartFloats,
+                 &shared.parts[consumer][0][0].x, sizeof shared.parts[consumer]);
+        tensor_store_commit();
+      }
+    }
+  }
+  /// A thread that adds a consumer's parts in order. The next step's count is looked at while this
+  /// step's part is on its way.
+  __device__ void add_in_order(int of_consumer) const {
+    const auto& from = shared.parts[of_consumer];
+    const auto before = static_cast<unsigned>(place.key_tile);
+    const auto count_of = [&](int part) { return GridCount(in.counts[part]); };
+    bool is_turn = before == 0;
+    for (int step = 0; step < steps.count(); ++step) {
+      const int part = part_of(step) + of_consumer;
+      float* const to = in.dq_sums + int64_t{part} * Tile::kPartFloats;
+      barrier_wait(&shared.part_full[of_consumer], step % 2);
+      if (!is_turn) wait_for_count(count_of(part), before, "the parts of dQ of the keys before");
+      global_fence();  // the copy engine comes behind what the count says
+      before == 0 ? bulk_store(to, &from[0][0].x, sizeof from)
+                  : bulk_add(to, &from[0][0].x, sizeof from);
       tensor_store_commit();
+      tensor_store_wait_read<0>();
+      barrier_arrive(&shared.part_empty[of_consumer]);
+      if (before > 0 && step + 1 < steps.count()) {
+        const int next = part_of(step + 1) + of_consumer;
+        is_turn = count_of(next).load(cuda::memory_order_acquire) >= before;
+      }
+      tensor_store_wait<0>();
+      count_of(part).fetch_add(1, cuda::memory_order_release);
     }
   }
   /// 64 rows of dK or dV, by way of shared memory that nobody reads any longer.
@@ -219,7 +273,6 @@ struct BackwardHopperBlock {
     shared_fence();
     named_barrier(2 + consumer, 128);
     if (threadIdx.x % 128 == 0) {
-      const BackwardPlace place(in.heads / in.group);
       for (int box = 0; box < Tile::kBoxes; ++box) {
         const int at[5] = {kBoxCols * box, 0, own_key0, place.kv_head, place.batch};
         tensor_store(&map, at, room[box].row(64 * consumer));
@@ -230,19 +283,23 @@ struct BackwardHopperBlock {
 };
 #endif
 
-template <class Tile>
+template <class Tile, bool kInOrder>
 __global__ void __launch_bounds__(Tile::kThreads, 1)
     attention_backward_hopper(const __grid_constant__ BackwardMaps maps,
                               const __grid_constant__ BackwardOperands<typename Tile::T> in) {
 #if HOPPER_CODE
-  if (sequence_of_block() >= in.sequences) return;
+  if (!kInOrder && sequence_of_block() >= in.sequences) return;
   extern __shared__ __align__(1024) char bytes[];
-  using Block = BackwardHopperBlock<Tile>;
+  using Block = BackwardHopperBlock<Tile, kInOrder>;
   const Block block(bytes, maps, in);
   auto& shared = block.shared;
   if (warp_of_block() < 4) {
     registers_shrink_to<Tile::kProducerRegisters>();
-    if (warp_of_block() == 0) block.bring();
+    const int warp = warp_of_block();
+    if (warp == 0) block.bring();
+    if constexpr (kInOrder) {
+      if ((warp == 1 || warp == 2) && elect_one()) block.add_in_order(warp - 1);
+    }
   } else {
     registers_grow_to<Tile::kConsumerRegisters>();
     const BlockGrid<1, 1> alone;
@@ -253,7 +310,7 @@ __global__ void __launch_bounds__(Tile::kThreads, 1)
     Sum<64> dQ;
     constexpr int kOfQueries = Tile::kQueries / 16;
     barrier_wait(&shared.KV_full, 0);
-    for (int step = 0; step < block.steps; ++step) {
+    for (int step = 0; step < block.steps.count(); ++step) {
       auto& stage = reader.wait();
       block.start_transposed(P, shared.K, stage.Q);
       block.start_transposed(dS, shared.V, stage.d_out);
@@ -275,7 +332,7 @@ __global__ void __launch_bounds__(Tile::kThreads, 1)
       block.start_part(dQ, step);
       dK.template start_product<kOfQueries>(dS_factor, stage.Q[0].across_k(), true);
       wgmma_wait<1>();  // dQ
-      block.add_part(dQ, stage);
+      block.add_part(dQ, step, stage);
       wgmma_wait<0>();
       reader.give_back();
       reader.next();
@@ -288,7 +345,8 @@ __global__ void __launch_bounds__(Tile::kThreads, 1)
 #endif
 }
 
-/// dQ from parts: a block owns one of them, and a thread what a consumer's thread had of it.
+/// dQ from parts: a block owns one of them, and a thread what a consumer's thread had of it. Tiles
+/// of queries that see no key are zeros, whatever their sums are.
 template <class Tile>
 __global__ void __launch_bounds__(128)
     attention_finish_parts(BackwardOperands<typename Tile::T> in) {
@@ -301,13 +359,14 @@ __global__ void __launch_bounds__(128)
   const int query0 = tile * Tile::kQueries + (kHalves ? 64 * part : 0);
   const int col0 = kHalves ? 0 : 64 * part;
   T* const dQ = in.dQ + batch * in.dq.batch + head * in.dq.head;
+  const bool is_written = tile >= in.first_query(0) / Tile::kQueries;
   wait_for_previous_kernel();
   const float4* const from =
       reinterpret_cast<const float4*>(in.dq_sums + int64_t{blockIdx.x} * Tile::kPartFloats) +
       threadIdx.x;
 #pragma unroll
   for (int i = 0; i < Part::size() / 4; ++i) {
-    const float4 sums = from[128 * i];
+    const float4 sums = is_written ? from[128 * i] : float4{};
     const float pairs[2][2] = {{sums.x, sums.y}, {sums.z, sums.w}};
 #pragma unroll
     for (int half = 0; half < 2; ++half) {  // rows 8 apart

@@ -5,18 +5,27 @@
 
 #include "operators/attention/portable.cuh"
 #include "primitives/neighbours.cuh"
+#include "primitives/spin.cuh"
 
 namespace operators::attention {
 
 /// What a kernel gets. `out` and `log_sums` are read here. row_sums (batch, heads, queries) is D,
-/// the sum of d_out * out over each row of these; dq_sums is where parts of dQ are added up.
+/// the sum of d_out * out over each row of these; dq_sums is where parts of dQ are added up. Where
+/// that happens in order, counts[part] is how many blocks have added to a part of dQ.
 template <typename T>
 struct BackwardOperands : AttentionOperands<T> {
   const T* d_out;
   T *dQ, *dK, *dV;
   float *row_sums, *dq_sums;
+  unsigned* counts;
   Strides d_o, dq, dk, dv;
   int sequences;  // heads of K and V, of all batches
+  int abreast;    // of these, in order: see BackwardPlace
+
+  /// The first query that sees key t.
+  __device__ int first_query(int t) const {
+    return this->causal ? max(0, t + this->queries - this->keys) : 0;
+  }
 
   /// Where row number `row` of a tensor (batch, queries, heads, width) begins.
   __device__ int64_t begin_of(int row, const Strides& by) const {
@@ -30,15 +39,17 @@ struct BackwardOperands : AttentionOperands<T> {
 // Of widths up to kWidth a warp owns a row, and a lane kWidth / 32 neighbours of it.
 inline constexpr int kRowThreads = 256, kBlockRows = kRowThreads / 32;
 
-/// D of `rows` rows, and zeros in dq_sums, which has kWidth floats for each of rows_of_sums rows.
+/// D of `rows` rows, zeros in so many rows of dq_sums, of kWidth floats, and so many counts of 0.
 template <typename T, int kWidth>
 __global__ void __launch_bounds__(kRowThreads)
-    attention_row_sums(BackwardOperands<T> in, int rows, int rows_of_sums) {
+    attention_row_sums(BackwardOperands<T> in, int rows, int rows_of_zeros, int counts) {
   constexpr int kOwn = kWidth / 32;
   const int lane = threadIdx.x % 32, col = kOwn * lane;
   const int row = static_cast<int>(blockIdx.x) * kBlockRows + threadIdx.x / 32;
-  if (row >= rows_of_sums) return;
-  *reinterpret_cast<Neighbours<float, kOwn>*>(in.dq_sums + int64_t{row} * kWidth + col) = {};
+  if (row < rows_of_zeros) {
+    *reinterpret_cast<Neighbours<float, kOwn>*>(in.dq_sums + int64_t{row} * kWidth + col) = {};
+  }
+  if (row < counts && lane == 0) in.counts[row] = 0;
   if (row >= rows) return;
   float sum = 0;
   if (col < in.width) {
@@ -105,11 +116,43 @@ struct BackwardShared {
 __device__ __forceinline__ int sequence_of_block() {
   return static_cast<int>(blockIdx.z * gridDim.y + blockIdx.y);
 }
-struct BackwardPlace {
-  int kv_head, batch;
 
-  __device__ explicit BackwardPlace(int kv_heads)
-      : kv_head(sequence_of_block() % kv_heads), batch(sequence_of_block() / kv_heads) {}
+/// In order, a block adds to a part of dQ after the blocks of the keys before. It waits only for
+/// blocks of lower numbers, which have started before it, and of all that have not ended the one
+/// with the lowest number waits for none. Numbers go through `abreast` sequences at a time: through
+/// all of their first tiles, then through their second ones, and so on.
+struct BackwardPlace {
+  int key_tile, kv_head, batch, sequence;
+
+  template <typename T>
+  __device__ BackwardPlace(const BackwardOperands<T>& in, int tile, int of_sequence)
+      : key_tile(tile),
+        kv_head(of_sequence % (in.heads / in.group)),
+        batch(of_sequence / (in.heads / in.group)),
+        sequence(of_sequence) {}
+
+  template <bool kInOrder, typename T>
+  __device__ static BackwardPlace of_block(const BackwardOperands<T>& in, int keys_of_tile) {
+    if (!kInOrder) return {in, static_cast<int>(blockIdx.x), sequence_of_block()};
+    const int number = static_cast<int>(blockIdx.x), key_tiles = ceil_div(in.keys, keys_of_tile);
+    const int first = number / (in.abreast * key_tiles) * in.abreast;
+    const int together = min(in.abreast, in.sequences - first), rest = number - first * key_tiles;
+    return {in, rest / together, first + rest % together};
+  }
+};
+
+/// A step of a block is a tile of queries of a head of Q, of the heads that share its keys. In
+/// order, the steps of a block are the first ones of those that the block of the keys before has:
+/// from the last tile on, and the heads alternate.
+template <bool kInOrder>
+struct BackwardSteps {
+  int tile0, tiles, group;  // tiles from tile0 on have a query that sees a key
+
+  __device__ int count() const { return tiles * group; }
+  __device__ int of_group(int step) const { return kInOrder ? step % group : step / tiles; }
+  __device__ int tile(int step) const {
+    return tile0 + (kInOrder ? tiles - 1 - step / group : step % tiles);
+  }
 };
 
 /// A lane's sums of kCount x 16 rows become left factors whose columns k to k + 15 they are.
@@ -153,8 +196,9 @@ __device__ __forceinline__ void store_keys(typename Tile::T* tile, int row,
 /// From K Q^T and V d_out^T a lane has of P^T and dS^T just what it has to hold of a left factor:
 /// these do not leave its registers for dV += P^T d_out and dK += dS^T Q. For dQ += dS K, a sum
 /// over the keys of all warps, dS^T goes through shared memory, and each warp makes a quarter of
-/// the columns. Other blocks have other keys: parts of dQ are added up in memory by atomicAdd.
-template <class Tile>
+/// the columns. Other blocks have other keys: parts of dQ are added up in memory by atomicAdd; with
+/// kInOrder each part of a tile when those of the keys before are there.
+template <class Tile, bool kInOrder>
 __global__ void __launch_bounds__(Tile::kThreads, 2)
     attention_backward_portable(BackwardOperands<typename Tile::T> in) {
   using T = typename Tile::T;
@@ -162,17 +206,18 @@ __global__ void __launch_bounds__(Tile::kThreads, 2)
   constexpr int kCount = Tile::kCount, kOwn = Tile::kOwn;
   extern __shared__ __align__(128) char shared_bytes[];
   auto& shared = *reinterpret_cast<BackwardShared<Tile>*>(shared_bytes);
-  if (sequence_of_block() >= in.sequences) return;
-  const BackwardPlace place(in.heads / in.group);
-  const int key0 = static_cast<int>(blockIdx.x) * kKeys, batch = place.batch;
+  if (!kInOrder && sequence_of_block() >= in.sequences) return;
+  const auto place = BackwardPlace::of_block<kInOrder>(in, kKeys);
+  const int key0 = place.key_tile * kKeys, batch = place.batch;
   const int head0 = place.kv_head * in.group;
   const int lane = threadIdx.x % 32, warp = threadIdx.x / 32, warp_key = warp * kOwn;
 
   // A step is a tile of queries of a head. Query s sees key0 if s + keys - queries >= key0.
-  const int first_tile = in.causal ? max(0, key0 + in.queries - in.keys) / kQueries : 0;
-  const int tiles = (in.queries + kQueries - 1) / kQueries - first_tile;
-  const auto head_of = [&](int step) { return head0 + step / tiles; };
-  const auto query_of = [&](int step) { return (first_tile + step % tiles) * kQueries; };
+  const int first_tile = in.first_query(key0) / kQueries;
+  const int all_tiles = ceil_div(in.queries, kQueries);
+  const BackwardSteps<kInOrder> steps{first_tile, all_tiles - first_tile, in.group};
+  const auto head_of = [&](int step) { return head0 + steps.of_group(step); };
+  const auto query_of = [&](int step) { return steps.tile(step) * kQueries; };
   const auto copy_step = [&](int step) {
     if (step == 0) {
       const T* const K = in.K + batch * in.k.batch + place.kv_head * in.k.head;
@@ -181,7 +226,7 @@ __global__ void __launch_bounds__(Tile::kThreads, 2)
       copy_rows<Tile, kKeys>(shared.K, K + key0 * in.k.row, in.k.row, there, in.width);
       copy_rows<Tile, kKeys>(shared.V, V + key0 * in.v.row, in.v.row, there, in.width);
     }
-    if (step >= in.group * tiles) return;
+    if (step >= steps.count()) return;
     const int head = head_of(step), query = query_of(step), there = in.queries - query;
     auto& stage = shared.stages[step % 2];
     copy_rows<Tile, kQueries>(stage.Q,
@@ -198,10 +243,14 @@ __global__ void __launch_bounds__(Tile::kThreads, 2)
                   from + (batch * in.heads + head) * in.queries + query + i, i < there);
   };
   auto ahead = copies_ahead<2>(copy_step);
+  const auto count_of = [&](int step) {
+    const int head = batch * in.heads + head_of(step);
+    return GridCount(in.counts[head * all_tiles + steps.tile(step)]);
+  };
 
   const float scale = in.scale * kLog2E;
   float dK[kCount][kWidth / 8][4] = {}, dV[kCount][kWidth / 8][4] = {};
-  for (int step = 0; step < in.group * tiles; ++step) {
+  for (int step = 0; step < steps.count(); ++step) {
     const int query = query_of(step);
     const auto& stage = shared.stages[ahead.next() % 2];
 
@@ -265,12 +314,23 @@ __global__ void __launch_bounds__(Tile::kThreads, 2)
       load_right<kWidth>(keys, shared.K, k, warp * kCols);
       add_product<T>(dQ, left, keys);
     }
+    if constexpr (kInOrder) {
+      if (threadIdx.x == 0) {
+        wait_for_count(count_of(step), static_cast<unsigned>(place.key_tile),
+                       "the parts of dQ of the keys before");
+      }
+      __syncthreads();
+    }
     for_pairs(dQ, query, warp * kCols, in.queries, in.width, [&](int row, int col, float2 pair) {
       const int64_t of_sums = (batch * in.queries + row) * in.heads + head_of(step);
       float* const to = in.dq_sums + of_sums * kWidth + col;
       atomicAdd(to, pair.x);
       atomicAdd(to + 1, pair.y);
     });
+    if constexpr (kInOrder) {
+      __syncthreads();
+      if (threadIdx.x == 0) count_of(step).fetch_add(1, cuda::memory_order_release);
+    }
   }
 
   __syncthreads();  // K and V have been read: results take their place

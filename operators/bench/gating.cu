@@ -16,8 +16,8 @@ using namespace problems;
 // chip, and others are products as in lesson 3. To have enough of both, up to 24 are tried. (Below
 // compute capability 9.0 there are fewer.)
 void add_operator(GatingProblem& table) {
-  const GatingMemory memory{table.x, table.W1, table.b1, table.W2, table.b2, table.out};
-  const GatedLayer layer(workspace_of(table.problem), memory, table.shape);
+  const GatingMemory<half> memory{table.x, table.W1, table.b1, table.W2, table.b2, table.out};
+  const GatedLayer<half> layer(workspace_of(table.problem), memory, table.shape);
   const auto ways = ways_of_row(layer.ways());
   if (ways.empty()) return;
   table.problem.kernel("operator", Role::ours, ways, {.most = 24}).needs(80);

@@ -1,69 +1,87 @@
-// The gradients of the gated layer out = sigmoid(s) * v with s = x W1 + b1, v = x W2 + b2, by
-// products of operators/product and one kernel between them:
+// The gradients of the gated layer out = gate(s) * v with s = x W1 + b1, v = x W2 + b2, by products
+// of operators/product and one kernel between them:
 //
-//     dS = d_out * v * sigmoid(s) * (1 - sigmoid(s)),  dV = d_out * sigmoid(s)
+//     dS = d_out * v * slope of the gate at s,  dV = d_out * gate(s)
 //     dx = [dS | dV] [W1 | W2]^T,  dW1 = x^T dS,  dW2 = x^T dV,  db1, db2: column sums of dS, dV
 //
-// x W1 and x W2 are computed again, side by side, and dS and dV take their place. They are rounded
-// to fp16, as factors of the next products are; the column sums are of what was not rounded. dW1
-// and dW2 are two products of transposed factors, or, where many rows meet few weights, one kernel
-// that reads x and [dS | dV] as they lie (weight_gradients.cuh).
+// x W1 and x W2 are computed again. In fp16 and bf16 they lie side by side, and dS and dV take
+// their place. They are rounded to that type, as factors of the next products are; the column sums
+// are of what was not rounded. dW1 and dW2 are two products of transposed factors, or, where many
+// rows meet few weights, one kernel that reads x and [dS | dV] as they lie (weight_gradients.cuh).
+// In fp32 x^T [dS | dV] is one product, which is taken apart.
 #pragma once
 
 #include <algorithm>
-#include <functional>
 #include <vector>
 
 #include "operators/estimate.h"
 #include "operators/gating/resident.cuh"
+#include "operators/gating/unfused.cuh"
 #include "operators/gating/weight_gradients.cuh"
 #include "operators/product/shape.h"
 #include "operators/product/transpose.cuh"
 
 namespace operators::gating {
 
-inline constexpr int kGateCols = 64, kGateRows = 8;  ///< columns of a block; rows at a time
-
-/// What the kernel between the products works on: [s | v] and then [dS | dV], whose halves have
-/// `half_cols` columns, a multiple of 8 that is at least `hidden`.
+/// What the kernel between the products works on: s and v, as they were before the biases, with
+/// rows `stride` apart, and [dS | dV], whose halves have `half_cols` columns, an even number that
+/// is at least `hidden`. In types of 2 bytes [s | v] is where [dS | dV] is to be.
+template <typename T>
 struct GateGradients {
-  half* sums;
-  const half *b1, *b2, *d_out;
+  const T *s, *v;
+  int64_t stride;
+  T* d;
+  const T *b1, *b2, *d_out;
   int64_t d_out_stride, rows, slice;  ///< rows of a block
   int hidden, half_cols;
+  Gate gate;
   float* partials;  ///< (slices, 2, half_cols): column sums of dS and dV
 };
 
 /// A thread has two neighbouring columns of every kGateRows-th row of its slice. What `hidden` does
 /// not fill becomes 0: it is a factor, too.
-__global__ void __launch_bounds__(kGateCols / 2 * kGateRows)
-    gate_gradients(const GateGradients in) {
+template <typename T>
+__global__ void __launch_bounds__(kGateCols / 2 * kGateRows, 4)
+    gate_gradients(const GateGradients<T> in) {
   __shared__ float4 sums[kGateRows][kGateCols / 2];
   const int col = static_cast<int>(blockIdx.x) * kGateCols + 2 * static_cast<int>(threadIdx.x);
   const int64_t first = blockIdx.y * in.slice, end = min(in.rows, first + in.slice);
   float4 sum = {};
   if (col < in.half_cols) {
     const bool inside[2] = {col < in.hidden, col + 1 < in.hidden};
-    const auto at = [&](const half* from, int e) {
-      return inside[e] ? __half2float(from[col + e]) : 0.0f;
+    const auto at = [&](const T* from, int e) {
+      return inside[e] && from != nullptr ? static_cast<float>(from[col + e]) : 0.0f;
+    };
+    const auto two = [&](const T* row) {
+      if constexpr (sizeof(T) == 2) {
+        const auto pair = *reinterpret_cast<const Neighbours<T, 2>*>(row + col);
+        return make_float2(static_cast<float>(pair.values[0]), static_cast<float>(pair.values[1]));
+      } else {  // rows may start anywhere
+        return make_float2(at(row, 0), at(row, 1));
+      }
     };
     const float b1[2] = {at(in.b1, 0), at(in.b1, 1)}, b2[2] = {at(in.b2, 0), at(in.b2, 1)};
-    for (int64_t row = first + threadIdx.y; row < end; row += kGateRows) {
-      half2* const s_at = reinterpret_cast<half2*>(in.sums + row * 2 * in.half_cols + col);
-      half2* const v_at = s_at + in.half_cols / 2;
-      const float2 s = __half22float2(*s_at), v = __half22float2(*v_at);
-      float d_s[2], d_v[2];
+    // So many rows at once as the registers of 4 blocks have room for.
+    with_gate(in.gate, [&]<Gate kGate>() {
+#pragma unroll kGate == Gate::sigmoid ? 2 : 1
+      for (int64_t row = first + threadIdx.y; row < end; row += kGateRows) {
+        const float2 s = two(in.s + row * in.stride), v = two(in.v + row * in.stride);
+        T* const to = in.d + row * 2 * in.half_cols + col;
+        float d_s[2], d_v[2];
 #pragma unroll
-      for (int e = 0; e < 2; ++e) {
-        const float d = at(in.d_out + row * in.d_out_stride, e);
-        const float gate = 1 / (1 + __expf(-((e == 0 ? s.x : s.y) + b1[e])));
-        d_v[e] = inside[e] ? d * gate : 0;
-        d_s[e] = inside[e] ? d_v[e] * (1 - gate) * ((e == 0 ? v.x : v.y) + b2[e]) : 0;
+        for (int e = 0; e < 2; ++e) {
+          const float d = at(in.d_out + row * in.d_out_stride, e);
+          const GateAt gate = gate_at<T, kGate>((e == 0 ? s.x : s.y) + b1[e]);
+          d_v[e] = inside[e] ? d * gate.value : 0;
+          d_s[e] = inside[e] ? d * gate.slope * ((e == 0 ? v.x : v.y) + b2[e]) : 0;
+        }
+        using Pair = Neighbours<T, 2>;
+        *reinterpret_cast<Pair*>(to) = {static_cast<T>(d_s[0]), static_cast<T>(d_s[1])};
+        *reinterpret_cast<Pair*>(to + in.half_cols) = {static_cast<T>(d_v[0]),
+                                                       static_cast<T>(d_v[1])};
+        sum.x += d_s[0], sum.y += d_s[1], sum.z += d_v[0], sum.w += d_v[1];
       }
-      *s_at = __floats2half2_rn(d_s[0], d_s[1]);
-      *v_at = __floats2half2_rn(d_v[0], d_v[1]);
-      sum.x += d_s[0], sum.y += d_s[1], sum.z += d_v[0], sum.w += d_v[1];
-    }
+    });
   }
   sums[threadIdx.y][threadIdx.x] = sum;
   __syncthreads();
@@ -78,145 +96,74 @@ __global__ void __launch_bounds__(kGateCols / 2 * kGateRows)
 }
 
 /// db1 and db2: the sums of all slices, in their order. A thread has a column, blockIdx.y says of
-/// which.
+/// which. Where one is nullptr it is not wanted.
+template <typename T>
 __global__ void add_bias_gradients(const float* partials, int slices, int half_cols, int hidden,
-                                   half* d_b1, half* d_b2) {
+                                   T* d_b1, T* d_b2) {
+  T* const to = blockIdx.y == 0 ? d_b1 : d_b2;
   const int col = static_cast<int>(blockIdx.x * blockDim.x + threadIdx.x);
-  if (col >= hidden) return;
+  if (col >= hidden || to == nullptr) return;
   float sum = 0;
   for (int slice = 0; slice < slices; ++slice) {
     sum += partials[(int64_t{slice} * 2 + blockIdx.y) * half_cols + col];
   }
-  (blockIdx.y == 0 ? d_b1 : d_b2)[col] = __float2half_rn(sum);
+  to[col] = static_cast<T>(sum);
 }
 
 /// What backward reads and writes besides the layer's x, W1, b1, W2 and b2: dense, but rows of
 /// d_out are as far apart as those of out.
+template <typename T>
 struct GatingGradients {
-  Memory<half> d_out, d_x, d_W1, d_b1, d_W2, d_b2;
+  Memory<T> d_out, d_x, d_W1, d_b1, d_W2, d_b2;
 };
 
-/// The ways to compute a product in fp16: those of product::HalfProduct, which are many kernels, so
-/// that a program has them once.
-using HalfWays = std::function<std::vector<Way>(const Workspace&, const Memory<half>&,
-                                                const Memory<half>&, const Memory<half>&,
-                                                product::ProductShape, product::RowStrides)>;
-
+template <typename T>
 class GatedLayerBackward {
  public:
-  GatedLayerBackward(const Workspace& workspace, const GatingMemory& of, const GatingGradients& d,
-                     const GatingShape& shape, const HalfWays& multiply) {
-    const int64_t M = shape.rows, K = shape.channels, H = shape.hidden;
-    const int64_t pitch = up_to_8(H), rows = up_to_8(M), channels = up_to_8(K);
-    const auto sums =
-        workspace.any<half>(static_cast<size_t>(M * 2 * pitch));  // [s | v], [dS | dV]
-    const auto x_t = workspace.any<half>(static_cast<size_t>(K * rows));
-    const auto W_t = workspace.any<half>(static_cast<size_t>(2 * pitch * channels));
-    const unsigned columns = primitives::blocks_for(pitch, kGateCols);
-    const int64_t fill = std::max<int64_t>(1, 4 * primitives::multiprocessors() / columns);
-    const int64_t slice =
-        primitives::ceil_div(M, std::min(fill, primitives::ceil_div(M, int64_t{64})));
-    const unsigned slices = primitives::blocks_for(M, slice);
-    const auto partials = workspace.any<float>(slices * static_cast<size_t>(2 * pitch));
-    const auto second = [pitch](const Memory<half>& half_of) {
-      return Memory<half>([half_of, pitch] { return half_of.data() + pitch; },
-                          half_of.size() - static_cast<size_t>(pitch));
+  GatedLayerBackward(const Workspace& workspace, const GatingMemory<T>& of,
+                     const GatingGradients<T>& d, const GatingShape& shape,
+                     const ProductWays<T>& multiply)
+      : workspace_(workspace), of_(of), d_(d), M(shape.rows), K(shape.channels), H(shape.hidden) {
+    const auto product_of = [&](const Memory<T>& a, const Memory<T>& b, const Memory<T>& c,
+                                int64_t m, int64_t n, int64_t k, product::RowStrides strides) {
+      const Way best =
+          best_product(workspace, multiply, a, b, c,
+                       {static_cast<int>(m), static_cast<int>(n), static_cast<int>(k)}, strides);
+      return Step{best.microseconds, best.launch, best.shared_bytes};
     };
-    using product::Strided;
-    const auto shape_of = [](int64_t m, int64_t n, int64_t k) {
-      return product::ProductShape{static_cast<int>(m), static_cast<int>(n), static_cast<int>(k)};
-    };
-    const auto product_of = [&](const Memory<half>& a, const Memory<half>& b, const Memory<half>& c,
-                                product::ProductShape shape, product::RowStrides strides) -> Step {
-      const std::vector<Way> ways = multiply(workspace, a, b, c, shape, strides);
-      const auto best = std::min_element(
-          ways.begin(), ways.end(),
-          [](const Way& one, const Way& other) { return one.microseconds < other.microseconds; });
-      if (best == ways.end()) return {};
-      return {best->microseconds, best->launch, best->shared_bytes};
-    };
+    const auto any = [&](int64_t count) { return workspace.any<T>(static_cast<size_t>(count)); };
+    const int64_t rows = aligned(M), channels = aligned(K);  // of transposed matrices
+    const Memory<T> sums = any(M * 2 * pitch);               // [s | v] and [dS | dV]
+    const Memory<T> x_t = any(K * rows), W_t = any(2 * pitch * channels);
+    const Memory<T> s = kHalves ? sums : any(M * H), v = kHalves ? second(sums) : any(M * H);
+    const int64_t stride = kHalves ? 2 * pitch : 0;
     const std::vector<Step> steps = {
-        product_of(of.x, of.W1, sums, shape_of(M, H, K), {of.x_stride, 0, 2 * pitch}),
-        product_of(of.x, of.W2, second(sums), shape_of(M, H, K), {of.x_stride, 0, 2 * pitch}),
-        {0,
-         [=, stream = workspace.stream, out_stride = of.out_stride] {
-           const GateGradients in{sums,
-                                  of.b1,
-                                  of.b2,
-                                  d.d_out,
-                                  out_stride ? out_stride : H,
-                                  M,
-                                  slice,
-                                  static_cast<int>(H),
-                                  static_cast<int>(pitch),
-                                  partials};
-           gate_gradients<<<dim3(columns, slices), dim3(kGateCols / 2, kGateRows), 0, stream>>>(in);
-           add_bias_gradients<<<dim3(primitives::blocks_for(H, 128), 2), 128, 0, stream>>>(
-               partials.data(), static_cast<int>(slices), static_cast<int>(pitch),
-               static_cast<int>(H), d.d_b1.data(), d.d_b2.data());
-           using Factor = Strided<const half>;
-           product::launch_transpose<half>(Factor{of.W1, K, H, H}, {W_t, pitch, channels, channels},
-                                           stream);
-           product::launch_transpose<half>(
-               Factor{of.W2, K, H, H}, {W_t.data() + pitch * channels, pitch, channels, channels},
-               stream);
-         }},
-        product_of(sums, W_t, d.d_x, shape_of(M, K, 2 * pitch),
-                   {0, channels == K ? 0 : channels, 0}),
+        product_of(of.x, of.W1, s, M, H, K, {of.x_stride, 0, stride}),
+        product_of(of.x, of.W2, v, M, H, K, {of.x_stride, 0, stride}),
+        gates(s, v, sums, W_t, channels),
+        product_of(sums, W_t, d.d_x, M, K, 2 * pitch, {0, dense(channels, K), 0}),
     };
-    const double gates = static_cast<double>(M * pitch) * 10 / memory_rate();
-    const auto offer = [&](const char* name, const std::vector<Step>& of_weights) {
-      std::vector<Step> all = steps;
-      all.insert(all.end(), of_weights.begin(), of_weights.end());
-      double microseconds = 2 * kFirstLaunch + gates;
-      int shared_bytes = 0;
-      for (const Step& step : all) {
-        if (!step.launch) return;
-        microseconds += step.microseconds;
-        shared_bytes = std::max(shared_bytes, step.shared_bytes);
-      }
-      ways_.push_back({name, microseconds,
-                       [all] {
-                         for (const Step& step : all) step.launch();
-                       },
-                       shared_bytes});
-    };
-    const int64_t x_stride = of.x_stride ? of.x_stride : K;
-    const double read_x = static_cast<double>(M * K) * sizeof(half) / memory_rate();
-    offer("five products and their gates between them",
-          {{2 * read_x + kFirstLaunch,
-            [=, stream = workspace.stream] {
-              product::launch_transpose<half>({of.x, M, K, x_stride}, {x_t, K, rows, rows}, stream);
-            }},
-           product_of(x_t, sums, d.d_W1, shape_of(K, H, M), {rows == M ? 0 : rows, 2 * pitch, 0}),
-           product_of(x_t, second(sums), d.d_W2, shape_of(K, H, M),
-                      {rows == M ? 0 : rows, 2 * pitch, 0})});
-    if (K % 8 != 0) return;  // else pieces of 16 bytes end where rows end
-    const WeightPlan plan(M, K, 2 * pitch);
-    const auto of_slices = workspace.any<float>(plan.slices * static_cast<size_t>(K * 2 * pitch));
-    // mma.sync reaches about 3e8 operations in a microsecond.
-    const double operations = 4.0 * static_cast<double>(K) * static_cast<double>(pitch * M);
-    const double once = static_cast<double>(plan.slices) * static_cast<double>(K * pitch) * 16;
-    offer("three products and their gates, weights from slices of the rows",
-          {{2 * kFirstLaunch + std::max(operations / 3e8, read_x) + once / memory_rate(),
-            [=, stream = workspace.stream] {
-              const WeightProduct in{of.x,
-                                     sums,
-                                     x_stride,
-                                     M,
-                                     plan.slice,
-                                     static_cast<int>(K),
-                                     static_cast<int>(2 * pitch),
-                                     of_slices};
-              primitives::allow_shared_bytes(weight_product, WeightTile::kSharedBytes);
-              weight_product<<<dim3(plan.tiles, plan.slices), WeightTile::kThreads,
-                               WeightTile::kSharedBytes, stream>>>(in);
-              add_weight_gradients<<<primitives::blocks_for(K * 2 * pitch, kAddingCols),
-                                     dim3(kAddingCols, kAddingRows), 0, stream>>>(
-                  of_slices.data(), static_cast<int>(plan.slices), static_cast<int>(K),
-                  static_cast<int>(pitch), static_cast<int>(H), d.d_W1.data(), d.d_W2.data());
-            },
-            WeightTile::kSharedBytes}});
+    const Step transposed = {2 * read_x() + kFirstLaunch, [=, *this] {
+                               product::launch_transpose<T>({of_.x, M, K, x_stride()},
+                                                            {x_t, K, rows, rows},
+                                                            workspace_.stream);
+                             }};
+    if constexpr (kHalves) {
+      const product::RowStrides strides{dense(rows, M), 2 * pitch, 0};
+      offer("five products and their gates between them", steps,
+            {transposed, product_of(x_t, sums, d.d_W1, K, H, M, strides),
+             product_of(x_t, second(sums), d.d_W2, K, H, M, strides)});
+      if (K % 8 != 0) return;  // else pieces of 16 bytes end where rows end
+      offer("three products and their gates, weights from slices of the rows", steps,
+            {weights_from_slices(sums)});
+    } else {
+      const Memory<float> both = any(K * 2 * pitch);
+      offer("four products and their gates between them", steps,
+            {transposed,
+             product_of(x_t, sums, both, K, 2 * pitch, M, {}),
+             {kFirstLaunch + 16 * static_cast<double>(K * pitch) / memory_rate(),
+              [=, *this] { add_weights(both.data(), 1); }}});
+    }
   }
 
   /// None where a product has none.
@@ -228,9 +175,110 @@ class GatedLayerBackward {
     std::function<void()> launch;
     int shared_bytes = 0;
   };
+  static constexpr bool kHalves = sizeof(T) == 2;
+  /// What rows of 2-byte elements are a multiple of, so that no product copies them; for fp32 all
+  /// is dense, as FK_FLOAT32's products want it.
+  static constexpr int64_t kAligned = kHalves ? 8 : 1;
 
-  static int64_t up_to_8(int64_t count) { return (count + 7) / 8 * 8; }
+  static int64_t aligned(int64_t count) { return (count + kAligned - 1) / kAligned * kAligned; }
+  static int64_t dense(int64_t stride, int64_t cols) { return stride == cols ? 0 : stride; }
+  int64_t x_stride() const { return of_.x_stride != 0 ? of_.x_stride : K; }
+  double read_x() const { return static_cast<double>(M * K) * sizeof(T) / memory_rate(); }
+  /// The right half of rows with two.
+  Memory<T> second(const Memory<T>& half_of) const {
+    return Memory<T>([half_of, by = pitch] { return half_of.data() + by; },
+                     half_of.size() - static_cast<size_t>(pitch));
+  }
 
+  /// From s and v to [dS | dV], and what the next product takes of the weights.
+  Step gates(const Memory<T>& s, const Memory<T>& v, const Memory<T>& sums, const Memory<T>& W_t,
+             int64_t channels) const {
+    const GateSlices slices(M, pitch);
+    const auto partials = workspace_.any<float>(slices.count * static_cast<size_t>(2 * pitch));
+    const auto launch = [=, *this] {
+      const cudaStream_t stream = workspace_.stream;
+      const GateGradients<T> in{s,
+                                v,
+                                kHalves ? 2 * pitch : H,
+                                sums,
+                                of_.b1,
+                                of_.b2,
+                                d_.d_out,
+                                of_.out_stride != 0 ? of_.out_stride : H,
+                                M,
+                                slices.rows,
+                                static_cast<int>(H),
+                                static_cast<int>(pitch),
+                                of_.gate,
+                                partials};
+      gate_gradients<T><<<slices.blocks(), dim3(kGateCols / 2, kGateRows), 0, stream>>>(in);
+      add_bias_gradients<T><<<dim3(primitives::blocks_for(H, 128), 2), 128, 0, stream>>>(
+          partials.data(), static_cast<int>(slices.count), static_cast<int>(pitch),
+          static_cast<int>(H), d_.d_b1.data(), d_.d_b2.data());
+      using Factor = product::Strided<const T>;
+      product::launch_transpose<T>(Factor{of_.W1, K, H, H}, {W_t, pitch, channels, channels},
+                                   stream);
+      product::launch_transpose<T>(Factor{of_.W2, K, H, H},
+                                   {W_t.data() + pitch * channels, pitch, channels, channels},
+                                   stream);
+    };
+    return {2 * kFirstLaunch + static_cast<double>(M * pitch) * 5 * sizeof(T) / memory_rate(),
+            launch};
+  }
+
+  /// dW1 and dW2 by one kernel, which reads x and [dS | dV] once.
+  Step weights_from_slices(const Memory<T>& sums) const {
+    const WeightPlan plan(M, K, 2 * pitch);
+    const auto of_slices = workspace_.any<float>(plan.slices * static_cast<size_t>(K * 2 * pitch));
+    // mma.sync reaches about 3e8 operations in a microsecond.
+    const double operations = 4.0 * static_cast<double>(K) * static_cast<double>(pitch * M);
+    const double once = static_cast<double>(plan.slices) * static_cast<double>(K * pitch) * 16;
+    const auto launch = [=, *this] {
+      const WeightProduct<T> in{of_.x,
+                                sums,
+                                x_stride(),
+                                M,
+                                plan.slice,
+                                static_cast<int>(K),
+                                static_cast<int>(2 * pitch),
+                                of_slices};
+      primitives::allow_shared_bytes(weight_product<T>, WeightTile::kSharedBytes);
+      weight_product<T><<<dim3(plan.tiles, plan.slices), WeightTile::kThreads,
+                          WeightTile::kSharedBytes, workspace_.stream>>>(in);
+      add_weights(of_slices.data(), static_cast<int>(plan.slices));
+    };
+    return {2 * kFirstLaunch + std::max(operations / 3e8, read_x()) + once / memory_rate(), launch,
+            WeightTile::kSharedBytes};
+  }
+  void add_weights(const float* partials, int slices) const {
+    add_weight_gradients<T>
+        <<<primitives::blocks_for(K * 2 * pitch, kAddingCols), dim3(kAddingCols, kAddingRows), 0,
+           workspace_.stream>>>(partials, slices, static_cast<int>(K), static_cast<int>(pitch),
+                                static_cast<int>(H), d_.d_W1.data(), d_.d_W2.data());
+  }
+
+  void offer(const char* name, const std::vector<Step>& first, const std::vector<Step>& second) {
+    std::vector<Step> all = first;
+    all.insert(all.end(), second.begin(), second.end());
+    double microseconds = 0;
+    int shared_bytes = 0;
+    for (const Step& step : all) {
+      if (!step.launch) return;
+      microseconds += step.microseconds;
+      shared_bytes = std::max(shared_bytes, step.shared_bytes);
+    }
+    ways_.push_back({name, microseconds,
+                     [all] {
+                       for (const Step& step : all) step.launch();
+                     },
+                     shared_bytes});
+  }
+
+  Workspace workspace_;
+  GatingMemory<T> of_;
+  GatingGradients<T> d_;
+  int64_t M, K, H;
+  int64_t pitch = (H + 7) / 8 * 8;  ///< columns of dS, and of dV
   std::vector<Way> ways_;
 };
 

@@ -1,8 +1,9 @@
 // The gated layer for any shape: what a program calls, and lesson 6's last row.
 //
-//     out = sigmoid(x W1 + b1) * (x W2 + b2)
-//     x (M, K), W1 and W2 (K, H), b1 and b2 (H), out (M, H): fp16, row-major; fp32 sums. Rows of x
-//     and out may be a multiple of 8 elements apart; all else is dense.
+//     out = gate(x W1 + b1) * (x W2 + b2)
+//     x (M, K), W1 and W2 (K, H), b1 and b2 (H) or none, out (M, H): fp16 or bf16, row-major; fp32
+//     sums. Rows of x and out may be a multiple of 8 elements apart; all else is dense. The gate is
+//     a sigmoid as in the lesson, or one of gate.cuh. (In fp32: unfused.cuh.)
 //
 // On Hopper: where the weights fit on chip, they stay there, and x streams by
 // (operators/gating/resident.cuh). Otherwise the layer is lesson 3's product for any shape
@@ -42,10 +43,12 @@ constexpr GatedTileCost cost_of_tile(int rows, int cols) {
 /// The epilogue of a product by W1 and W2 side by side: half of a tile's columns are of W1, half of
 /// W2. So where a tile has 256 columns, a consumer's sum of 64 x 256 is two sums of 64 x 128, gate
 /// and value of an element in one thread.
+template <typename T>
 struct StoreGated {
   static constexpr int kRightFactors = 2;
-  StoreRounded<half> out;
-  const half *b1, *b2;
+  StoreRounded<T> out;
+  const T *b1, *b2;
+  Gate gate;
 
   /// How long the layer should take with tiles that are so divided. `shape` is of x [W1 W2]. Of
   /// what goes from and to memory two fifths are not hidden.
@@ -53,11 +56,11 @@ struct StoreGated {
   static double microseconds(const ProductShape& shape, const Division& division) {
     constexpr TileWork kWork = work_of_tile<Tile>();
     const GatedTileCost cost = cost_of_tile(Tile::BM, Tile::BN);
-    const double steps = ceil_div(shape.depth, static_cast<int>(kLine<half>));
+    const double steps = ceil_div(shape.depth, static_cast<int>(kLine<T>));
     const double bytes =
-        sizeof(half) * (1.0 * shape.rows * shape.depth + 1.0 * shape.depth * shape.cols +
-                        0.5 * shape.rows * shape.cols) +
-        kHalfCosts.shared_reads * fetched_by_sharers(kWork, sizeof(half), shape.depth, division);
+        sizeof(T) * (1.0 * shape.rows * shape.depth + 1.0 * shape.depth * shape.cols +
+                     0.5 * shape.rows * shape.cols) +
+        kHalfCosts.shared_reads * fetched_by_sharers(kWork, sizeof(T), shape.depth, division);
     return 3.7 +
            (division.rounds * steps * cost.step + division.finished * cost.finish) / cycles() +
            0.4 * bytes / memory_rate() + handover_microseconds(kHalfCosts, kWork, division);
@@ -67,31 +70,51 @@ struct StoreGated {
   /// The biases of 64 columns of out, from col0 on. A thread keeps those of its columns, two
   /// neighbours in each group of 8 (see Sum::col). Columns beyond H are never stored; they take the
   /// last bias, so that no load depends on a condition, and all of them are on their way at once.
-  struct Gate {
-    float2 b1[8], b2[8];
+  struct Biases {
+    float2 b1[8] = {}, b2[8] = {};
 
-    __device__ Gate(const half* bias1, const half* bias2, int col0, int H) {
-      H % 2 == 0 ? load<true>(bias1, bias2, col0, H) : load<false>(bias1, bias2, col0, H);
+    __device__ Biases(const T* bias1, const T* bias2, int col0, int H) {
+      if (bias1 != nullptr) load(b1, bias1, col0, H);
+      if (bias2 != nullptr) load(b2, bias2, col0, H);
     }
-    /// kPairs: H is even, and two neighbours are one load.
+    /// Where H is even two neighbours are one load.
+    __device__ static void load(float2 (&to)[8], const T* from, int col0, int H) {
+      H % 2 == 0 ? load_two<true>(to, from, col0, H) : load_two<false>(to, from, col0, H);
+    }
     template <bool kPairs>
-    __device__ void load(const half* bias1, const half* bias2, int col0, int H) {
+    __device__ static void load_two(float2 (&to)[8], const T* from, int col0, int H) {
 #pragma unroll
       for (int j = 0; j < 8; ++j) {
         const int col = min(col0 + Sum<64>::col(4 * j), (H - 1) / 2 * 2);
-        b1[j] = two<kPairs>(bias1, col, H);
-        b2[j] = two<kPairs>(bias2, col, H);
+        Neighbours<T, 2> two;
+        if constexpr (kPairs) {
+          two = *reinterpret_cast<const Neighbours<T, 2>*>(from + col);
+        } else {
+          two = {from[col], from[min(col + 1, H - 1)]};
+        }
+        to[j] = make_float2(static_cast<float>(two.values[0]), static_cast<float>(two.values[1]));
       }
     }
-    template <bool kPairs>
-    __device__ static float2 two(const half* from, int col, int H) {
-      if constexpr (kPairs) return __half22float2(*reinterpret_cast<const half2*>(from + col));
-      return make_float2(__half2float(from[col]), __half2float(from[min(col + 1, H - 1)]));
-    }
-    /// A sum has the gates in the left half of its columns, the values in the right. Puts the
-    /// results of 64 columns, from `first` on, into a box.
+    /// A sum has the gates in the left half of its columns, the values in the right. Adds the
+    /// biases to those of 64 columns, from `first` on, and makes a sigmoid of them. Then there are
+    /// none left to add.
     template <int kAll>
-    __device__ void store(const Sum<kAll>& sum, int first, Box<half, 64>& to) const {
+    __device__ __forceinline__ void make_sigmoids(Gate gate, Sum<kAll>& sum, int first) {
+      with_gate(gate, [&]<Gate kGate>() {
+#pragma unroll
+        for (int i = 0; i < 32; ++i) {
+          float &own = sum.elements[first / 2 + i], &value = sum.elements[kAll / 4 + first / 2 + i];
+          own += i % 2 == 0 ? b1[i / 4].x : b1[i / 4].y;
+          value += i % 2 == 0 ? b2[i / 4].x : b2[i / 4].y;
+          make_sigmoid<kGate>(own, value);
+        }
+      });
+#pragma unroll
+      for (int j = 0; j < 8; ++j) b1[j] = b2[j] = {};
+    }
+    /// Puts the results of 64 columns, from `first` on, into a box.
+    template <int kAll>
+    __device__ void store(const Sum<kAll>& sum, int first, Box<T, 64>& to) const {
       sum.store(to, first, [&](int i) {
         const float2 gate_bias = b1[i % 32 / 4], value_bias = b2[i % 32 / 4];
         return gated(sum.elements[i] + (i % 2 == 0 ? gate_bias.x : gate_bias.y),
@@ -101,10 +124,12 @@ struct StoreGated {
   };
 
   template <int kCols, int kBoxes>
-  __device__ void operator()(const Sum<kCols>& sum, int row, int col,
-                             const Outbox<half, kBoxes>& box) const {
-    out.store<kCols / 2>(row, col / 2, box, [&](Box<half, 64>& to, int first) {
-      Gate(b1, b2, col / 2 + first, out.cols).store(sum, first, to);
+  __device__ void operator()(Sum<kCols>& sum, int row, int col,
+                             const Outbox<T, kBoxes>& box) const {
+    out.template store<kCols / 2>(row, col / 2, box, [&](Box<T, 64>& to, int first) {
+      Biases biases(b1, b2, col / 2 + first, out.cols);
+      if (gate != Gate::sigmoid) biases.make_sigmoids(gate, sum, first);
+      biases.store(sum, first, to);
     });
   }
 #endif
@@ -112,9 +137,10 @@ struct StoreGated {
 
 /// The ways to compute the layer as a product, for K and H of any size. Rows that are not aligned
 /// to 16 bytes are copied first, as in lesson 3.
+template <typename T>
 class GatedProduct {
  public:
-  GatedProduct(const Workspace& workspace, const GatingMemory& memory, const GatingShape& shape)
+  GatedProduct(const Workspace& workspace, const GatingMemory<T>& memory, const GatingShape& shape)
       : memory_(memory),
         x_(workspace, memory.x, shape.rows, shape.channels, memory.x_stride),
         W1_(workspace, memory.W1, shape.channels, shape.hidden),
@@ -124,12 +150,12 @@ class GatedProduct {
         workspace_(workspace) {}
 
   std::vector<Way> ways() {
-    using Choice = TileChoice<Tiles<half, 128, 256, 2, 1, 2>, Tiles<half, 192, 128, 2, 1, 1>,
-                              Tiles<half, 128, 128, 2, 1, 1>, Tiles<half, 64, 128, 2, 1, 1>>;
+    using Choice = TileChoice<Tiles<T, 128, 256, 2, 1, 2>, Tiles<T, 192, 128, 2, 1, 1>,
+                              Tiles<T, 128, 128, 2, 1, 1>, Tiles<T, 64, 128, 2, 1, 1>>;
     Ways ways(workspace_);
-    Choice::offer<StoreGated>(ways, exchange_, shape_, x_.stride, W1_.stride,
-                              memory_.out_stride != 0 ? memory_.out_stride : W1_.cols,
-                              std::make_shared<const GatedProduct>(*this));
+    Choice::template offer<StoreGated<T>>(ways, exchange_, shape_, x_.stride, W1_.stride,
+                                          memory_.out_stride != 0 ? memory_.out_stride : W1_.cols,
+                                          std::make_shared<const GatedProduct>(*this));
     exchange_.allocate(workspace_);
     std::vector<Way> found = ways.found();
     for (Way& way : found) way.microseconds += copying();
@@ -139,19 +165,19 @@ class GatedProduct {
   /// A way of these.
   template <class Tile>
   void launch(const ProductPlan& plan) const {
-    using Work = MatrixProduct<Tile, StoreGated>;
+    using Work = MatrixProduct<Tile, StoreGated<T>>;
     constexpr size_t kBytes = sizeof(ProductShared<Tile>);
     const Work work{{{x_.map(Tile::kRowsA)}},
                     {{W1_.map(Tile::kRowsB), W2_.map(Tile::kRowsB)}},
-                    {rounded_to<half>(memory_.out, x_.rows, W1_.cols, 64, memory_.out_stride),
-                     memory_.b1, memory_.b2},
+                    {rounded_to<T>(memory_.out, x_.rows, W1_.cols, 64, memory_.out_stride),
+                     memory_.b1, memory_.b2, memory_.gate},
                     Schedule<Tile>(shape_, plan.clusters, plan.shares),
-                    exchange_.in_step<half>(shape_, plan.shares)};
-    const RowCopies<half, 3> copies{x_.job(), W1_.job(), W2_.job()};
+                    exchange_.template in_step<T>(shape_, plan.shares)};
+    const RowCopies<T, 3> copies{x_.job(), W1_.job(), W2_.job()};
     const bool copied = copies.blocks().x > 0;
     const bool early = copied || work.exchange.ended;  // after copies, or zeros
     if (copied) {
-      align_rows<half, 3><<<copies.blocks(), kCopyThreads, 0, workspace_.stream>>>(copies);
+      align_rows<T, 3><<<copies.blocks(), kCopyThreads, 0, workspace_.stream>>>(copies);
     }
     allow_shared_bytes(operators::product::product<Work>, kBytes);
     launch_clusters_on(workspace_.stream, operators::product::product<Work>, 1, early,
@@ -163,13 +189,13 @@ class GatedProduct {
   double copying() const {
     double bytes = 0;
     for (const auto* matrix : {&x_, &W1_, &W2_}) {
-      if (matrix->copied) bytes += 2 * sizeof(half) * 1.0 * matrix->rows * matrix->stride;
+      if (matrix->copied) bytes += 2 * sizeof(T) * 1.0 * matrix->rows * matrix->stride;
     }
     return bytes > 0 ? kNextLaunch + bytes / memory_rate() : 0;
   }
 
-  GatingMemory memory_;
-  AlignedRows<half> x_, W1_, W2_;
+  GatingMemory<T> memory_;
+  AlignedRows<T> x_, W1_, W2_;
   ExchangeMemory exchange_;
   ProductShape shape_;  // of x [W1 W2]
   Workspace workspace_;
@@ -178,23 +204,24 @@ class GatedProduct {
 /// The ways to compute the layer, of a shape that is at least 1 x 1 x 1, on Hopper or on another
 /// GPU from compute capability 8.0 on. No way where there are too many tiles to count. out must
 /// not overlap its inputs.
+template <typename T>
 class GatedLayer {
  public:
-  GatedLayer(const Workspace& workspace, const GatingMemory& memory, const GatingShape& shape) {
+  GatedLayer(const Workspace& workspace, const GatingMemory<T>& memory, const GatingShape& shape) {
     if (!is_hopper()) {
-      ways_ = PortableGatedLayer(workspace, memory, shape).ways();
+      ways_ = PortableGatedLayer<T>(workspace, memory, shape).ways();
       return;
     }
     if (memory.x_stride != 0 || memory.out_stride != 0) {
-      ways_ = GatedProduct(workspace, memory, shape).ways();
+      ways_ = GatedProduct<T>(workspace, memory, shape).ways();
       return;
     }
-    const ResidentLayer resident(workspace, memory, shape);
+    const ResidentLayer<T> resident(workspace, memory, shape);
     ways_ = resident.ways();
     // One block holds all weights, and there are tiles for all blocks: nothing could move less.
     const bool busy = shape.rows >= int64_t{64} * multiprocessors();
     if (resident.whole() && busy) return;
-    const std::vector<Way> product = GatedProduct(workspace, memory, shape).ways();
+    const std::vector<Way> product = GatedProduct<T>(workspace, memory, shape).ways();
     ways_.insert(ways_.end(), product.begin(), product.end());
   }
 

@@ -23,41 +23,85 @@ namespace operators::gating {
 
 using namespace operators::product;
 
+/// Makes a sigmoid of the gates in the left half of a warp's columns, the values in the right one.
+template <int kRows16, int kCols8>
+__device__ __forceinline__ void make_sigmoids(Gate gate, float (&sum)[kRows16][kCols8][4]) {
+  if (gate == Gate::sigmoid) return;
+  with_gate(gate, [&]<Gate kGate>() {
+#pragma unroll
+    for (int i = 0; i < kRows16; ++i) {
+#pragma unroll
+      for (int j = 0; j < kCols8 / 2; ++j) {
+#pragma unroll
+        for (int e = 0; e < 4; ++e) make_sigmoid<kGate>(sum[i][j][e], sum[i][j + kCols8 / 2][e]);
+      }
+    }
+  });
+}
+
 /// The epilogue of a product by both weights.
+template <typename T>
 struct MmaGate {
-  MmaResults<half> results;
-  const half *b1, *b2;
+  MmaResults<T> results;
+  const T *b1, *b2;
+  Gate gate;
 
   template <int kRows16, int kCols8>
-  __device__ __forceinline__ void operator()(const float (&sum)[kRows16][kCols8][4], half* staging,
-                                             int row, int col) const {
+  __device__ __forceinline__ void operator()(float (&sum)[kRows16][kCols8][4], T* staging, int row,
+                                             int col) const {
     constexpr int kOwn = kCols8 / 2;
-    float2 gate_bias[kOwn], value_bias[kOwn];
-#pragma unroll
-    for (int j = 0; j < kOwn; ++j) {
-      const int at = col + 8 * j + static_cast<int>(threadIdx.x) % 4 * 2;
-      gate_bias[j] = two(b1, at), value_bias[j] = two(b2, at);
+    float2 gate_bias[kOwn] = {}, value_bias[kOwn] = {};
+    if (b1 != nullptr) load(gate_bias, b1, col);
+    if (b2 != nullptr) load(value_bias, b2, col);
+    if (gate != Gate::sigmoid) {
+      add_biases(sum, gate_bias, value_bias);
+      make_sigmoids(gate, sum);
     }
-    results.store<16 * kRows16, 8 * kOwn>(staging, row, col, [&](int i, int j) {
-      const float2 gate = pair_of(sum, i, j), value = pair_of(sum, i, j + kOwn);
-      return pack2<half>(gated(gate.x + gate_bias[j].x, value.x + value_bias[j].x),
-                         gated(gate.y + gate_bias[j].y, value.y + value_bias[j].y));
+    results.template store<16 * kRows16, 8 * kOwn>(staging, row, col, [&](int i, int j) {
+      const float2 own = pair_of(sum, i, j), value = pair_of(sum, i, j + kOwn);
+      return pack2<T>(gated(own.x + gate_bias[j].x, value.x + value_bias[j].x),
+                      gated(own.y + gate_bias[j].y, value.y + value_bias[j].y));
     });
   }
 
  private:
   /// Columns outside are never stored: they take the last bias.
-  __device__ float2 two(const half* from, int col) const {
+  template <int kOwn>
+  __device__ void load(float2 (&to)[kOwn], const T* from, int col) const {
     const int last = results.cols - 1;
-    return make_float2(__half2float(from[min(col, last)]), __half2float(from[min(col + 1, last)]));
+#pragma unroll
+    for (int j = 0; j < kOwn; ++j) {
+      const int at = col + 8 * j + static_cast<int>(threadIdx.x) % 4 * 2;
+      to[j] = make_float2(static_cast<float>(from[min(at, last)]),
+                          static_cast<float>(from[min(at + 1, last)]));
+    }
+  }
+  /// Adds the biases, of which nothing is left then.
+  template <int kRows16, int kOwn>
+  __device__ __forceinline__ static void add_biases(float (&sum)[kRows16][2 * kOwn][4],
+                                                    float2 (&gate_bias)[kOwn],
+                                                    float2 (&value_bias)[kOwn]) {
+#pragma unroll
+    for (int j = 0; j < kOwn; ++j) {
+#pragma unroll
+      for (int i = 0; i < kRows16; ++i) {
+#pragma unroll
+        for (int e = 0; e < 4; ++e) {
+          sum[i][j][e] += e % 2 == 0 ? gate_bias[j].x : gate_bias[j].y;
+          sum[i][j + kOwn][e] += e % 2 == 0 ? value_bias[j].x : value_bias[j].y;
+        }
+      }
+      gate_bias[j] = value_bias[j] = {};
+    }
   }
 };
 
 inline constexpr int kPanelCols = 64;  ///< columns of out that a warp computes at a time
 
 /// What a launch of resident_mma works on. Rows of x are a multiple of 8 elements apart.
+template <typename T>
 struct ResidentMma {
-  GatingOperands in;
+  LayerOperands<T> in;
   int64_t x_stride, out_stride;
   int depth;   ///< K, up to a multiple of 64
   int panels;  ///< of a block
@@ -88,31 +132,31 @@ struct ResidentTile {
 /// where there is one panel, through the stage that was just multiplied.
 ///
 /// A stage lies as swizzle() says, but how long its rows are is known at run time only.
-template <class Tile>
+template <class Tile, typename T>
 __global__ void __launch_bounds__(Tile::kThreads, 1)
-    resident_mma(const __grid_constant__ ResidentMma of) {
+    resident_mma(const __grid_constant__ ResidentMma<T> of) {
   constexpr int kRows = Tile::kRows, kStages = Tile::kStages, kWidth = 2 * kPanelCols;
   extern __shared__ __align__(128) char resident_shared[];
-  const GatingOperands& in = of.in;
+  const LayerOperands<T>& in = of.in;
   const int depth = of.depth, col0 = static_cast<int>(blockIdx.y) * of.panels * kPanelCols;
-  half* const W = reinterpret_cast<half*>(resident_shared);
-  half* const all_stages = W + of.panels * Tile::panel(depth);
-  half* const all_staging = all_stages + int64_t{Tile::kWarps} * kStages * kRows * depth;
+  T* const W = reinterpret_cast<T*>(resident_shared);
+  T* const all_stages = W + of.panels * Tile::panel(depth);
+  T* const all_staging = all_stages + int64_t{Tile::kWarps} * kStages * kRows * depth;
   float* const biases =
       reinterpret_cast<float*>(all_staging + (of.panels > 1 ? Tile::kWarps * Tile::kStaging : 0));
   const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
-  half* const stages = all_stages + int64_t{warp} * kStages * kRows * depth;
+  T* const stages = all_stages + int64_t{warp} * kStages * kRows * depth;
 
   const int tiles = (in.M + kRows - 1) / kRows, stride = gridDim.x * Tile::kWarps;
-  const auto copy = [&](int64_t tile, half* stage) {
+  const auto copy = [&](int64_t tile, T* stage) {
     // Four rows of 64 columns at a time. Four rows further on, bit 2 of the row differs, and so
     // does bit 5 of where a piece lies.
     const int row = lane / 8, col = lane % 8 * 8;
     const int rows = static_cast<int>(min(in.M - tile * kRows, int64_t{kRows})) - row;
     for (int c = 0; c < depth && tile < tiles; c += 64) {
       const int bytes = 2 * min(max(in.K - c - col, 0), 8);
-      const half* from = in.x + (tile * kRows + row) * of.x_stride + c + col;
-      half* const to = stage + row * depth + c;
+      const T* from = in.x + (tile * kRows + row) * of.x_stride + c + col;
+      T* const to = stage + row * depth + c;
 #pragma unroll
       for (int r = 0; r < kRows; r += 4, from += 4 * of.x_stride) {
         copy_async_part(to + r * depth + (col ^ 8 * row ^ 8 * (r % 8)), from, r < rows ? bytes : 0);
@@ -126,32 +170,33 @@ __global__ void __launch_bounds__(Tile::kThreads, 1)
   for (int i = threadIdx.x * 8; i < of.panels * depth * kWidth; i += Tile::kThreads * 8) {
     const int panel = i / (depth * kWidth), k = i / kWidth % depth, c = i % kWidth;
     const int col = col0 + panel * kPanelCols + c % kPanelCols;
-    const half* const from = (c < kPanelCols ? in.W1 : in.W2) + int64_t{k} * in.H + col;
-    half* const to = W + panel * Tile::panel(depth) + swizzle<kWidth>(k, c);
+    const T* const from = (c < kPanelCols ? in.W1 : in.W2) + int64_t{k} * in.H + col;
+    T* const to = W + panel * Tile::panel(depth) + swizzle<kWidth>(k, c);
     const int there = k < in.K ? min(max(in.H - col, 0), 8) : 0;
     if (in.H % 8 == 0) {
       copy_async_part(to, from, 2 * there);
     } else {
-      for (int e = 0; e < 8; ++e) to[e] = e < there ? from[e] : half();
+      for (int e = 0; e < 8; ++e) to[e] = e < there ? from[e] : T();
     }
   }
   for (int s = 0; s < kStages - 1; ++s)
     copy(first + int64_t{s} * stride, stages + s * kRows * depth);
   for (int i = threadIdx.x; i < of.panels * kWidth; i += Tile::kThreads) {
     const int col = col0 + i / kWidth * kPanelCols + i % kPanelCols;
-    biases[i] = col < in.H ? __half2float((i % kWidth < kPanelCols ? in.b1 : in.b2)[col]) : 0;
+    const T* const from = i % kWidth < kPanelCols ? in.b1 : in.b2;
+    biases[i] = from != nullptr && col < in.H ? static_cast<float>(from[col]) : 0;
   }
   copy_async_wait<kStages - 2>();
   __syncthreads();
 
-  const MmaResults<half> out{in.out, of.out_stride, in.M, in.H};
+  const MmaResults<T> out{in.out, of.out_stride, in.M, in.H};
   const int a_row = lane % 16, a_col = lane / 16 * 8 ^ 8 * (a_row % 8);
   int stage = 0, next = kStages - 1;  // that is multiplied, and that is filled
   for (int tile = first; tile < tiles; tile += stride) {
     copy_async_wait<kStages - 2>();
     __syncwarp();  // all lanes' copies are there, and all have read the stage that is filled next
     copy(tile + int64_t{kStages - 1} * stride, stages + next * kRows * depth);
-    half* const x = stages + stage * kRows * depth;
+    T* const x = stages + stage * kRows * depth;
     stage = stage + 1 == kStages ? 0 : stage + 1;
     next = next + 1 == kStages ? 0 : next + 1;
     for (int panel = 0; panel < of.panels; ++panel) {
@@ -165,7 +210,7 @@ __global__ void __launch_bounds__(Tile::kThreads, 1)
           sum[i][j][0] = sum[i][j][2] = bias.x, sum[i][j][1] = sum[i][j][3] = bias.y;
         }
       }
-      const half* const weights = W + panel * Tile::panel(depth);
+      const T* const weights = W + panel * Tile::panel(depth);
 #pragma unroll 2
       for (int k = 0; k < depth; k += 16) {
         unsigned a[kRows / 16][4];
@@ -181,28 +226,30 @@ __global__ void __launch_bounds__(Tile::kThreads, 1)
           for (int i = 0; i < kRows / 16; ++i) {
 #pragma unroll
             for (int j = 0; j < kPanelCols / 8; ++j) {
-              mma_m16n8k16<half>(sum[i][half_of * kPanelCols / 8 + j], a[i], b[j / 2][j % 2 * 2],
-                                 b[j / 2][j % 2 * 2 + 1]);
+              mma_m16n8k16<T>(sum[i][half_of * kPanelCols / 8 + j], a[i], b[j / 2][j % 2 * 2],
+                              b[j / 2][j % 2 * 2 + 1]);
             }
           }
         }
       }
       __syncwarp();  // all lanes have read the tile of x, and stored what was in the room before
-      half* const staging = of.panels > 1 ? all_staging + warp * Tile::kStaging : x;
+      make_sigmoids(in.gate, sum);
+      T* const staging = of.panels > 1 ? all_staging + warp * Tile::kStaging : x;
       constexpr int kOwn = kPanelCols / 8;
-      out.store<kRows, kPanelCols>(
+      out.template store<kRows, kPanelCols>(
           staging, tile * kRows, col0 + panel * kPanelCols, [&](int i, int j) {
             const float2 gate = pair_of(sum, i, j), value = pair_of(sum, i, j + kOwn);
-            return pack2<half>(gated(gate.x, value.x), gated(gate.y, value.y));
+            return pack2<T>(gated(gate.x, value.x), gated(gate.y, value.y));
           });
     }
   }
 }
 
 /// The ways to compute the layer, by both kinds of kernels.
+template <typename T>
 class PortableGatedLayer {
  public:
-  PortableGatedLayer(const Workspace& workspace, const GatingMemory& memory,
+  PortableGatedLayer(const Workspace& workspace, const GatingMemory<T>& memory,
                      const GatingShape& shape)
       : workspace_(workspace), memory_(memory), shape_(shape) {
     Ways ways(workspace);
@@ -220,21 +267,20 @@ class PortableGatedLayer {
   int64_t out_stride() const { return memory_.out_stride ? memory_.out_stride : shape_.hidden; }
 
   std::vector<Way> product_ways() {
-    using Launch = MmaLaunch<half, 2, MmaGate>;
-    const AlignedRows<half> x(workspace_, memory_.x, shape_.rows, shape_.channels,
-                              memory_.x_stride);
-    const AlignedRows<half> W1(workspace_, memory_.W1, shape_.channels, shape_.hidden);
-    const AlignedRows<half> W2(workspace_, memory_.W2, shape_.channels, shape_.hidden);
+    using Launch = MmaLaunch<T, 2, MmaGate<T>>;
+    const AlignedRows<T> x(workspace_, memory_.x, shape_.rows, shape_.channels, memory_.x_stride);
+    const AlignedRows<T> W1(workspace_, memory_.W1, shape_.channels, shape_.hidden);
+    const AlignedRows<T> W2(workspace_, memory_.W2, shape_.channels, shape_.hidden);
     const auto make = [=, memory = memory_, out_stride = out_stride()] {
       const int rows = x.rows, hidden = W1.cols;
       return Launch{{{x.job(), W1.job(), W2.job()}},
                     {x.data(), {W1.data(), W2.data()}, x.stride, W1.stride, rows, hidden, x.cols},
-                    {{memory.out, out_stride, rows, hidden}, memory.b1, memory.b2}};
+                    {{memory.out, out_stride, rows, hidden}, memory.b1, memory.b2, memory.gate}};
     };
-    return MmaWays<half, 2, MmaGate>(workspace_, {x.rows, W1.cols, x.cols},
+    return MmaWays<T, 2, MmaGate<T>>(workspace_, {x.rows, W1.cols, x.cols},
                                      bytes_copied(x) + bytes_copied(W1) + bytes_copied(W2), make)
-        .ways<MmaTile<256, 128, 64, 4, 2, 3, 1>, MmaTile<128, 128, 64, 2, 2, 3, 2>,
-              MmaTile<128, 128, 32, 2, 2, 3, 2>, MmaTile<64, 128, 32, 1, 2, 4, 4>>();
+        .template ways<MmaTile<256, 128, 64, 4, 2, 3, 1>, MmaTile<128, 128, 64, 2, 2, 3, 2>,
+                       MmaTile<128, 128, 32, 2, 2, 3, 2>, MmaTile<64, 128, 32, 1, 2, 4, 4>>();
   }
 
   /// With one block for all columns, or as few side by side as have room.
@@ -265,13 +311,13 @@ class PortableGatedLayer {
 
   template <class Tile>
   void launch(int64_t depth, int64_t own, int64_t beside, int64_t bytes) const {
-    allow_shared_bytes(resident_mma<Tile>, static_cast<int>(bytes));
-    const int64_t fit =
-        std::max<int64_t>(1, resident_blocks(resident_mma<Tile>, Tile::kThreads, bytes) / beside);
+    allow_shared_bytes(resident_mma<Tile, T>, static_cast<int>(bytes));
+    const int64_t fit = std::max<int64_t>(
+        1, resident_blocks(resident_mma<Tile, T>, Tile::kThreads, bytes) / beside);
     const int64_t needed = ceil_div(shape_.rows, int64_t{Tile::kRows} * Tile::kWarps);
-    const ResidentMma of{memory_.operands(shape_), x_stride(), out_stride(),
-                         static_cast<int>(depth), static_cast<int>(own)};
-    resident_mma<Tile>
+    const ResidentMma<T> of{memory_.operands(shape_), x_stride(), out_stride(),
+                            static_cast<int>(depth), static_cast<int>(own)};
+    resident_mma<Tile, T>
         <<<dim3(static_cast<unsigned>(std::min(fit, needed)), static_cast<unsigned>(beside)),
            Tile::kThreads, bytes, workspace_.stream>>>(of);
   }
@@ -292,7 +338,7 @@ class PortableGatedLayer {
   }
 
   Workspace workspace_;
-  GatingMemory memory_;
+  GatingMemory<T> memory_;
   GatingShape shape_;
   std::vector<Way> ways_;
 };

@@ -40,8 +40,8 @@ using operators::Memory, operators::Way, operators::Ways, operators::Workspace;
 template <class Plan>
 __global__ void __launch_bounds__(Plan::kThreads, 1)
     resident_layer(const __grid_constant__ typename Plan::Rows x,
-                   const __grid_constant__ GatingOperands in, const __grid_constant__ OutMaps out,
-                   const __grid_constant__ Plan plan) {
+                   const __grid_constant__ LayerOperands<typename Plan::Element> in,
+                   const __grid_constant__ OutMaps out, const __grid_constant__ Plan plan) {
 #if HOPPER_CODE
   constexpr int kWidth = Plan::kWidth, kConsumers = Plan::kConsumers;
   constexpr int kTeam = Plan::kTeam, kTeams = Plan::kTeams;
@@ -85,7 +85,7 @@ __global__ void __launch_bounds__(Plan::kThreads, 1)
       const Ring start = reader.ring;
       for (int panel = consumer % kTeam; panel < plan.panels; panel += kTeam) {
         const bool keep = panel + kTeam < plan.panels;  // the next panel reads the same stages
-        const AcrossK<half> W = shared.W.panel(panel);
+        const AcrossK<typename Plan::Element> W = shared.W.panel(panel);
         Sum<2 * kWidth> sum;
         shared.W.start(sum, panel);
         reader.ring = start;
@@ -103,24 +103,42 @@ __global__ void __launch_bounds__(Plan::kThreads, 1)
 }
 
 /// Where the layer's operands lie.
+template <typename T>
 struct GatingMemory {
-  Memory<half> x, W1, b1, W2, b2, out;
+  Memory<T> x, W1, b1, W2, b2, out;      ///< biases may be nullptr
   int64_t x_stride = 0, out_stride = 0;  ///< of rows, in elements, a multiple of 8; 0: dense
+  Gate gate = Gate::sigmoid;
 
   /// For a launch.
-  GatingOperands operands(const GatingShape& shape) const { return operands_of(*this, shape); }
+  LayerOperands<T> operands(const GatingShape& shape) const {
+    return {x,
+            W1,
+            b1,
+            W2,
+            b2,
+            out,
+            static_cast<int>(shape.rows),
+            static_cast<int>(shape.channels),
+            static_cast<int>(shape.hidden),
+            gate};
+  }
 };
 
 /// The ways to compute the layer with weights that stay: each plan with one block for all columns,
 /// and with several side by side. None if the weights do not fit, or the rows are no multiple of 8.
+template <typename T>
 class ResidentLayer {
  public:
-  ResidentLayer(const Workspace& workspace, GatingMemory memory, GatingShape shape)
+  ResidentLayer(const Workspace& workspace, GatingMemory<T> memory, GatingShape shape)
       : memory_(std::move(memory)), shape_(shape), stream_(workspace.stream), ways_(workspace) {
     // x comes in boxes if its rows are aligned, and most of a box is x.
     const int64_t K = shape.channels;
     const bool boxed = K % 8 == 0 && 4 * ((K + kStepK - 1) / kStepK * kStepK) <= 7 * K;
-    boxed ? add_plans<BoxedRows>() : add_plans<LooseRows>();
+    if constexpr (std::is_same_v<T, half>) {
+      boxed ? add_plans<BoxedRows<half>>() : add_plans<LooseRows>();
+    } else if (boxed) {
+      add_few_plans<BoxedRows<T>>();
+    }
   }
 
   std::vector<Way> ways() const { return ways_.found(); }
@@ -143,6 +161,14 @@ class ResidentLayer {
             InPanels<Rows, 56, 4>, InPanels<Rows, 64, 4>, InPanels<Rows, 64, 3>,
             InPanels<Rows, 64, 4, 4>, InPanels<Rows, 56, 4, 2>, InPanels<Rows, 32, 2>>();
   }
+  /// Of bf16 some of those in boxes, of narrow panels and wide ones, since each plan is a kernel.
+  /// They were not chosen by measurements; other shapes are products.
+  template <class Rows>
+  void add_few_plans() {
+    add_all<InBoxes<Rows, 16, 4>, InBoxes<Rows, 32, 4>, InBoxes<Rows, 64, 4>, InBoxes<Rows, 64, 3>,
+            InBoxes<Rows, 96, 3>, InBoxes<Rows, 128, 2>, InBoxes<Rows, 64, 4, 2>,
+            InBoxes<Rows, 64, 4, 4>>();
+  }
   template <class... Plans>
   void add_all() {
     (add<typename Plans::Rows>(Plans::kKind, launch<Plans>), ...);
@@ -150,7 +176,7 @@ class ResidentLayer {
 
   /// With `blocks` blocks side by side, which have all columns together.
   template <class Rows>
-  using Launch = void (*)(const GatingMemory& memory, const GatingShape& shape,
+  using Launch = void (*)(const GatingMemory<T>& memory, const GatingShape& shape,
                           const ResidentSizes& sizes, Rows x, int blocks, cudaStream_t stream);
 
   template <class Rows>
@@ -175,7 +201,7 @@ class ResidentLayer {
   }
 
   template <class Plan>
-  static void launch(const GatingMemory& memory, const GatingShape& shape,
+  static void launch(const GatingMemory<T>& memory, const GatingShape& shape,
                      const ResidentSizes& sizes, typename Plan::Rows x, int blocks,
                      cudaStream_t stream) {
     const Plan plan(sizes);
@@ -186,13 +212,13 @@ class ResidentLayer {
     x.are_of(memory.x, shape);
     OutMaps out;
     if (Plan::kOut == Out::boxes) {
-      out.are_of(memory.out, shape, plan.panels * blocks, Plan::kWidth);
+      out.are_of<T>(memory.out, shape, plan.panels * blocks, Plan::kWidth);
     }
     resident_layer<Plan>
         <<<grid, Plan::kThreads, bytes, stream>>>(x, memory.operands(shape), out, plan);
   }
 
-  GatingMemory memory_;
+  GatingMemory<T> memory_;
   GatingShape shape_;
   cudaStream_t stream_;
   Ways ways_;

@@ -6,8 +6,10 @@
 #include <algorithm>
 #include <cmath>
 #include <string>
+#include <type_traits>
 
 #include "operators/estimate.h"
+#include "operators/gating/gate.cuh"
 #include "operators/gating/gating.h"
 #include "primitives/approximate.cuh"
 #include "primitives/async_copy.cuh"
@@ -24,7 +26,29 @@ __device__ inline float gated(float gate, float value) {
   return value * reciprocal_approximate(1 + exp2_approximate(-1.44269504f * gate));
 }
 
+/// What a kernel reads and writes: x (M, K), W1 and W2 (K, H), b1 and b2 (H) or nullptr, and out
+/// (M, H). T: half or __nv_bfloat16.
+template <typename T>
+struct LayerOperands {
+  const T *x, *W1, *b1, *W2, *b2;
+  T* out;
+  int M, K, H;
+  Gate gate;
+};
+
 #if HOPPER_CODE
+/// Makes a sigmoid of the gates in the left half of a sum's columns, the values in the right one.
+template <int kCols>
+__device__ __forceinline__ void make_sigmoids(Gate gate, Sum<kCols>& sum) {
+  if (gate == Gate::sigmoid) return;
+  with_gate(gate, [&]<Gate kGate>() {
+#pragma unroll
+    for (int i = 0; i < kCols / 4; ++i) {
+      make_sigmoid<kGate>(sum.elements[i], sum.elements[kCols / 4 + i]);
+    }
+  });
+}
+
 // ---- the weights --------------------------------------------------------------------------------
 
 /// A block's columns of both weights in shared memory, in panels of kWidth columns of out. In each
@@ -32,37 +56,38 @@ __device__ inline float gated(float gate, float value) {
 /// and a thread gets both of an element. They lie in boxes of 64 columns by `rows` of k: the
 /// weights' rows, in the order of x's weights_row(), zeros up to a multiple of 16, and 16 more, of
 /// which the first has the biases.
-template <int kWidth>
+template <typename T, int kWidth>
 struct ResidentWeights {
   static constexpr int kBoxes = (2 * kWidth + kBoxCols - 1) / kBoxCols;
-  half* elements;
+  T* elements;
   int rows;
 
   /// All of kThreads threads copy `panels` panels, whose first column is col0 of out, 8 columns at
   /// a time; this is number `own`.
   template <int kThreads, class Rows>
-  __device__ void load(const GatingOperands& in, const Rows& x, int col0, int panels,
+  __device__ void load(const LayerOperands<T>& in, const Rows& x, int col0, int panels,
                        int own) const {
     constexpr int kPieces = 2 * kWidth / 8, kRows = kThreads / kPieces;
     const int piece = own % kPieces, first = own / kPieces < kRows ? own / kPieces : rows;
     const bool gate = 8 * piece < kWidth;
+    const T* const biases = gate ? in.b1 : in.b2;
     for (int panel = 0; panel < panels; ++panel) {
-      half* const box = elements + (panel * kBoxes + piece / 8) * rows * kBoxCols;
+      T* const box = elements + (panel * kBoxes + piece / 8) * rows * kBoxCols;
       const int col = col0 + panel * kWidth + piece * 8 % kWidth;
 #pragma unroll 2
       for (int place = first; place < rows; place += kRows) {
-        const bool bias = place == rows - 16;
+        const bool bias = place == rows - 16 && biases != nullptr;
         const int k = place < rows - 16 ? x.weights_row(place, rows - 16) : in.K;
-        const half* from = bias ? (gate ? in.b1 : in.b2) + col
-                                : (gate ? in.W1 : in.W2) + static_cast<size_t>(k) * in.H + col;
-        half* to = box + swizzled(place, piece % 8);
+        const T* from =
+            bias ? biases + col : (gate ? in.W1 : in.W2) + static_cast<size_t>(k) * in.H + col;
+        T* to = box + swizzled(place, piece % 8);
         const int there = bias || k < in.K ? in.H - col : 0;
         if (in.H % 8 == 0) {
           copy_async<16>(to, from, there > 0);
         } else {
-          alignas(16) half eight[8];
+          alignas(16) T eight[8];
 #pragma unroll
-          for (int j = 0; j < 8; ++j) eight[j] = j < there ? from[j] : __float2half_rn(0);
+          for (int j = 0; j < 8; ++j) eight[j] = j < there ? from[j] : T();
           *reinterpret_cast<uint4*>(to) = *reinterpret_cast<const uint4*>(eight);
         }
       }
@@ -72,23 +97,24 @@ struct ResidentWeights {
     shared_fence();
   }
   /// A panel, for wgmma.
-  __device__ AcrossK<half> panel(int number) const {
+  __device__ AcrossK<T> panel(int number) const {
     return across_k(elements + number * kBoxes * rows * kBoxCols, rows);
   }
   /// Starts a sum with the biases: with the product of the last 16 rows and of a left factor that
   /// has ones in its first column, zeros in the others, and is in registers. So no thread loads or
   /// adds a bias.
   __device__ void start(Sum<2 * kWidth>& sum, int number) const {
-    const uint32_t one_zero = Sum<8>::col(0) == 0 ? 0x3c00 : 0;
-    const LeftFragments<half, 1> ones = {{{one_zero, one_zero, 0, 0}}};
+    constexpr uint32_t kOne = std::is_same_v<T, half> ? 0x3c00 : 0x3f80;
+    const uint32_t one_zero = Sum<8>::col(0) == 0 ? kOne : 0;
+    const LeftFragments<T, 1> ones = {{{one_zero, one_zero, 0, 0}}};
     sum.template start_product<1>(ones, panel(number).from(rows - 16), false);
   }
 };
 
 /// Starts sum += x W, for `count` slices of 16 columns of x and rows of W, in groups of 4. `left`
 /// has slices<kCount>(), the first of x for wgmma, and advance(), to the next 4.
-template <int kColumns, class Left>
-__device__ __forceinline__ void start_groups(Sum<kColumns>& sum, Left left, AcrossK<half> W,
+template <int kColumns, class Left, typename T>
+__device__ __forceinline__ void start_groups(Sum<kColumns>& sum, Left left, AcrossK<T> W,
                                              int count) {
   const auto start = [&]<int kCount>() {
     sum.template start_product<kCount>(left.template slices<kCount>(), W, true);
@@ -112,8 +138,10 @@ __device__ __forceinline__ void start_groups(Sum<kColumns>& sum, Left left, Acro
 
 /// x if its rows are multiples of 16 bytes: boxes of 64 rows by 64 columns, which the copy engine
 /// brings, zeros beyond M or K, and wgmma reads. A stage has `stage_boxes` of them.
+template <typename T>
 struct BoxedRows {
-  using Tile = LeftTile<half, 64>;
+  using Element = T;
+  using Tile = LeftTile<T, 64>;
   static constexpr int kSliceCycles = 0;  // for a slice of a tile, beside the product
   CUtensorMap map = {};
   int boxes, stage_boxes, stages, slices;  ///< of a tile: boxes, stages, slices of 16 columns
@@ -123,8 +151,8 @@ struct BoxedRows {
         stage_boxes(std::min(most_boxes, boxes)),
         stages((boxes + stage_boxes - 1) / stage_boxes),
         slices(static_cast<int>(shape.channels + 15) / 16) {}
-  void are_of(const half* x, const GatingShape& shape) {
-    map = tensor_map<half>(x, shape.rows, shape.channels, 64);
+  void are_of(const T* x, const GatingShape& shape) {
+    map = tensor_map<T>(x, shape.rows, shape.channels, 64);
   }
   static int most_boxes(const GatingShape& shape) { return shape.channels > kStepK ? 2 : 1; }
   int stage_bytes() const { return stage_boxes * static_cast<int>(sizeof(Tile)); }
@@ -148,7 +176,7 @@ struct BoxedRows {
   /// Starts to add the product of that stage, which is at `from`, by a panel of the weights.
   template <int kColumns>
   __device__ __forceinline__ void start_product(Sum<kColumns>& sum, const char* from, int stage,
-                                                AcrossK<half> W) const {
+                                                AcrossK<T> W) const {
     const int first = kSlices * stage_boxes * stage;
     const Tile* tiles = reinterpret_cast<const Tile*>(from);
     start_groups(sum, Left{tiles->rows(0)}, W.from(16 * first),
@@ -158,12 +186,12 @@ struct BoxedRows {
  private:
   struct Left {
     static constexpr bool kInRegisters = false;
-    AlongK<half> tile;
+    AlongK<T> tile;
     template <int kCount>
-    __device__ const AlongK<half>& slices() const {
+    __device__ const AlongK<T>& slices() const {
       return tile;
     }
-    __device__ void advance() { tile = tile.next_tile<64>(); }
+    __device__ void advance() { tile = tile.template next_tile<64>(); }
   };
 #endif
 };
@@ -175,6 +203,7 @@ struct BoxedRows {
 /// last row's last slice ends up to 32 bytes behind the piece: what a stage has there is read, to
 /// become zeros, and must not be what a copy writes meanwhile.
 struct LooseRows {
+  using Element = half;
   static constexpr int stages = 1, kBehind = 32, kSliceCycles = 74;
   const half* x = nullptr;
   int M, K;
@@ -277,10 +306,11 @@ struct OutMaps {
   CUtensorMap of[kMost] = {};
 
   /// For all panels of all blocks, of which the last may have none of out's columns.
-  void are_of(const half* out, const GatingShape& shape, int panels, int width) {
+  template <typename T>
+  void are_of(const T* out, const GatingShape& shape, int panels, int width) {
     for (int panel = 0; panel < panels; ++panel) {
       const int64_t end = std::min<int64_t>(shape.hidden, (panel + 1) * width);
-      of[panel] = tensor_map<half>(out, shape.rows, end, 16, false, shape.hidden);
+      of[panel] = tensor_map<T>(out, shape.rows, end, 16, false, shape.hidden);
     }
   }
 };
@@ -390,6 +420,7 @@ struct ResidentSizes {
 template <class Rows_, int kWidth_, int kConsumers_, Out kOut_, int kTeam_ = 1>
 struct ResidentPlan : ResidentSizes {
   using Rows = Rows_;
+  using Element = typename Rows::Element;
   static constexpr PlanKind kKind = {kWidth_, kConsumers_, kTeam_, kOut_, Rows::kSliceCycles};
   static constexpr int kWidth = kWidth_, kConsumers = kConsumers_;
   static constexpr int kTeam = kTeam_, kTeams = kKind.teams(), kSharers = kKind.sharers();
@@ -439,13 +470,13 @@ struct TeamWarps {
 /// What a plan has in shared memory, each thing at its place.
 template <class Plan>
 struct PlanShared {
+  using T = typename Plan::Element;
   char* out;
-  ResidentWeights<Plan::kWidth> W;
+  ResidentWeights<T, Plan::kWidth> W;
   ResidentStages stages;  ///< of all teams
 
   __device__ PlanShared(char* memory, const Plan& plan)
-      : out(memory + plan.weight_bytes(Plan::kWidth)),
-        W{reinterpret_cast<half*>(memory), plan.rows} {
+      : out(memory + plan.weight_bytes(Plan::kWidth)), W{reinterpret_cast<T*>(memory), plan.rows} {
     const int count = Plan::kTeams * plan.stages;
     char* const x = out + Plan::kConsumers / Plan::kSharers * plan.out_bytes;
     Barrier* const barriers = reinterpret_cast<Barrier*>(x + count * plan.stage_bytes);
@@ -460,10 +491,11 @@ struct PlanShared {
 /// from a warp of each of its consumers, and these warps meet.
 template <class Plan>
 struct ResidentOut {
+  using T = typename Plan::Element;
   static constexpr int kWidth = Plan::kWidth, kHalf = kWidth / 2, kTeam = Plan::kTeam;
   static constexpr int kSharers = Plan::kSharers;  // of a room; so many warps have the same rows
   const Plan& plan;
-  const GatingOperands& in;
+  const LayerOperands<T>& in;
   const OutMaps& maps;
   char* memory;  // of the room: 64 rows
   int room, col0;
@@ -478,7 +510,8 @@ struct ResidentOut {
 
   /// Stores a warp's rows of a panel; its tile starts at row `row` of out. A consumer puts its own
   /// panels, first to last.
-  __device__ void put(const Sum<2 * kWidth>& sum, int row, int panel) const {
+  __device__ void put(Sum<2 * kWidth>& sum, int row, int panel) const {
+    make_sigmoids(in.gate, sum);
     if constexpr (Plan::kOut == Out::boxes) {
       put_box(sum, row, panel);
     } else if constexpr (Plan::kOut == Out::rows) {
@@ -497,7 +530,7 @@ struct ResidentOut {
     const bool storing = one();
     if (storing) tensor_store_wait_read<0>();
     meet();
-    auto* const boxes = reinterpret_cast<Box<half, 64>*>(memory);
+    auto* const boxes = reinterpret_cast<Box<T, 64>*>(memory);
 #pragma unroll
     for (int b = 0; b < Plan::kOutBoxes; ++b) {
       sum.store(boxes[b], kBoxCols * b, [&](int i) {
@@ -517,7 +550,7 @@ struct ResidentOut {
 
   /// The last panel completes the rows. In shared memory they are as in out, one after the other.
   __device__ void put_rows(const Sum<2 * kWidth>& sum, int row, int panel) const {
-    half* const rows = reinterpret_cast<half*>(memory);
+    T* const rows = reinterpret_cast<T*>(memory);
     const int col = panel * kWidth, count = min(16, in.M - row - first);
     const bool storing = one();
     if (panel < kTeam) {  // the rows of the tile before have been read
@@ -536,13 +569,13 @@ struct ResidentOut {
   }
 
   __device__ void put_panel(const Sum<2 * kWidth>& sum, int row, int panel) const {
-    half* const rows = reinterpret_cast<half*>(memory);
+    T* const rows = reinterpret_cast<T*>(memory);
     const int col = col0 + panel * kWidth;
     __syncwarp();  // the panel before has been copied
     pack<false>(rows, sum, kWidth);
     __syncwarp();
-    half* const to = in.out + static_cast<int64_t>(row + first) * in.H + col;
-    const half* const from = rows + first * plan.pitch;
+    T* const to = in.out + static_cast<int64_t>(row + first) * in.H + col;
+    const T* const from = rows + first * plan.pitch;
     const int count = in.M - row - first, cols = in.H - col;
     if (in.H % 4 == 0) return copy<4>(to, from, count, cols);
     in.H % 2 == 0 ? copy<2>(to, from, count, cols) : copy<1>(to, from, count, cols);
@@ -550,29 +583,29 @@ struct ResidentOut {
   /// Puts a panel's results into rows of plan.pitch; only the first `cols` columns. kOdd: rows
   /// start in the middle of 4 bytes. A thread's columns are 8 apart, in two rows.
   template <bool kOdd>
-  __device__ void pack(half* to, const Sum<2 * kWidth>& sum, int cols) const {
-    half* const upper = to + Sum<64>::row(0) * plan.pitch + Sum<64>::col(0);
-    half* const lower = upper + 8 * plan.pitch;
+  __device__ void pack(T* to, const Sum<2 * kWidth>& sum, int cols) const {
+    T* const upper = to + Sum<64>::row(0) * plan.pitch + Sum<64>::col(0);
+    T* const lower = upper + 8 * plan.pitch;
     const int there = cols - Sum<64>::col(0);
 #pragma unroll
     for (int i = 0; i < kHalf; i += 2) {
       const int col = i / 4 * 8;
-      half* const own = (i % 4 == 0 ? upper : lower) + col;
+      T* const own = (i % 4 == 0 ? upper : lower) + col;
       const float left = gated(sum.elements[i], sum.elements[kHalf + i]);
       const float right = gated(sum.elements[i + 1], sum.elements[kHalf + i + 1]);
       if constexpr (kOdd) {
-        if (col < there) own[0] = __float2half_rn(left);
-        if (col + 1 < there) own[1] = __float2half_rn(right);
+        if (col < there) own[0] = static_cast<T>(left);
+        if (col + 1 < there) own[1] = static_cast<T>(right);
       } else {
-        if (col < there) *reinterpret_cast<uint32_t*>(own) = pack2<half>(left, right);
+        if (col < there) *reinterpret_cast<uint32_t*>(own) = pack2<T>(left, right);
       }
     }
   }
   /// Copies a warp's rows of a panel, the first `count` rows and `cols` columns, kPack elements a
   /// lane.
   template <int kPack>
-  __device__ void copy(half* to, const half* from, int count, int cols) const {
-    using Pack = Neighbours<half, kPack>;
+  __device__ void copy(T* to, const T* from, int count, int cols) const {
+    using Pack = Neighbours<T, kPack>;
     constexpr int kPieces = kWidth / kPack;
 #pragma unroll 4
     for (int i = threadIdx.x % 32; i < 16 * kPieces; i += 32) {

@@ -12,10 +12,11 @@
 
 namespace operators::gating {
 
-/// x (rows, channels) and d (rows, cols), fp16, row-major; both strides, channels and cols are
-/// multiples of 8.
+/// x (rows, channels) and d (rows, cols), fp16 or bf16, row-major; both strides, channels and cols
+/// are multiples of 8.
+template <typename T>
 struct WeightProduct {
-  const half *x, *d;
+  const T *x, *d;
   int64_t x_stride, rows, slice;  ///< slice: rows of a block
   int channels, cols;             ///< rows of d are dense
   float* partials;                ///< (slices, channels, cols)
@@ -24,13 +25,14 @@ struct WeightProduct {
 /// A block has 8 warps, 2 x 4, of 64 x 32 results each; rows of x and d come 32 at a time.
 struct WeightTile {
   static constexpr int kSide = 128, kThreads = 256, kStepRows = 32, kStages = 4;
-  static constexpr int kHalves = kStepRows * kSide;  // of a stage: as many of x and of d
-  static constexpr int kSharedBytes = kStages * 2 * kHalves * static_cast<int>(sizeof(half));
+  static constexpr int kElements = kStepRows * kSide;  // of a stage: as many of x and of d
+  static constexpr int kSharedBytes = kStages * 2 * kElements * 2;
 };
 
 /// Starts the block's copy of WeightTile::kStepRows rows, of which `there` exist, to a swizzled
 /// tile: the columns from `from` on, of which `left` exist. Zeros for others.
-__device__ __forceinline__ void copy_step(half* to, const half* from, int64_t stride, int there,
+template <typename T>
+__device__ __forceinline__ void copy_step(T* to, const T* from, int64_t stride, int there,
                                           int left) {
   using Tile = WeightTile;
   constexpr int kPieces = Tile::kSide / 8, kStep = Tile::kThreads / kPieces;
@@ -45,25 +47,29 @@ __device__ __forceinline__ void copy_step(half* to, const half* from, int64_t st
 /// Block (x, y): tile x of x^T d, its sum over slice y of the rows. Memory has both factors row by
 /// row, and a row is a step of the sum: so x is the left factor transposed, and ldmatrix transposes
 /// it on the way to the registers.
-__global__ void __launch_bounds__(WeightTile::kThreads, 2) weight_product(const WeightProduct in) {
+template <typename T>
+__global__ void __launch_bounds__(WeightTile::kThreads, 2)
+    weight_product(const WeightProduct<T> in) {
   using Tile = WeightTile;
   using namespace primitives;
   extern __shared__ __align__(128) char shared[];
-  half* const stages = reinterpret_cast<half*>(shared);
+  T* const stages = reinterpret_cast<T*>(shared);
   const int across = (in.cols + Tile::kSide - 1) / Tile::kSide;
   const int channel0 = static_cast<int>(blockIdx.x) / across * Tile::kSide;
   const int col0 = static_cast<int>(blockIdx.x) % across * Tile::kSide;
   const int64_t first = blockIdx.y * in.slice, end = min(in.rows, first + in.slice);
   const int steps = static_cast<int>((end - first + Tile::kStepRows - 1) / Tile::kStepRows);
 
-  const auto stage_of = [&](int step) { return stages + step % Tile::kStages * 2 * Tile::kHalves; };
+  const auto stage_of = [&](int step) {
+    return stages + step % Tile::kStages * 2 * Tile::kElements;
+  };
   const auto copy = [&](int step) {
     if (step >= steps) return;
     const int64_t row = first + int64_t{step} * Tile::kStepRows;
     const int there = static_cast<int>(min(end - row, int64_t{Tile::kStepRows}));
     copy_step(stage_of(step), in.x + row * in.x_stride + channel0, in.x_stride, there,
               in.channels - channel0);
-    copy_step(stage_of(step) + Tile::kHalves, in.d + row * in.cols + col0, in.cols, there,
+    copy_step(stage_of(step) + Tile::kElements, in.d + row * in.cols + col0, in.cols, there,
               in.cols - col0);
   };
   auto ahead = copies_ahead<Tile::kStages>(copy);
@@ -71,13 +77,13 @@ __global__ void __launch_bounds__(WeightTile::kThreads, 2) weight_product(const 
   const int warp = threadIdx.x / 32, row = warp / 4 * 64, col = warp % 4 * 32;
   Sums<64, 32> sum = {};
   for (int step = 0; step < steps; ++step) {
-    const half* const tile = stage_of(ahead.next());
+    const T* const tile = stage_of(ahead.next());
 #pragma unroll
     for (int k = 0; k < Tile::kStepRows; k += 16) {
       unsigned a[4][4], b[2][4];
       load_left_transposed<Tile::kSide>(a, tile, row, k);
-      load_right<Tile::kSide>(b, tile + Tile::kHalves, k, col);
-      add_product<half>(sum, a, b);
+      load_right<Tile::kSide>(b, tile + Tile::kElements, k, col);
+      add_product<T>(sum, a, b);
     }
   }
   float* const to = in.partials + int64_t{blockIdx.y} * in.channels * in.cols;
@@ -91,9 +97,10 @@ inline constexpr int kAddingCols = 32, kAddingRows = 8;  ///< threads of a block
 /// dW1 and dW2 (channels, hidden) from the partial sums of x^T [dS | dV], whose halves have
 /// half_cols columns. A thread adds up every kAddingRows-th slice of an element, and one thread
 /// what these have found: always in the same order.
+template <typename T>
 __global__ void __launch_bounds__(kAddingCols* kAddingRows)
     add_weight_gradients(const float* partials, int slices, int channels, int half_cols, int hidden,
-                         half* d_W1, half* d_W2) {
+                         T* d_W1, T* d_W2) {
   __shared__ float found[kAddingRows][kAddingCols];
   const int64_t all = int64_t{channels} * 2 * half_cols;
   const int64_t at = int64_t{blockIdx.x} * kAddingCols + threadIdx.x;
@@ -110,9 +117,9 @@ __global__ void __launch_bounds__(kAddingCols* kAddingRows)
   for (int i = 1; i < kAddingRows; ++i) sum += found[i][threadIdx.x];
   const int64_t channel = at / (2 * half_cols);
   const int col = static_cast<int>(at % (2 * half_cols));
-  half* const to = col < half_cols ? d_W1 : d_W2;
+  T* const to = col < half_cols ? d_W1 : d_W2;
   const int own = col < half_cols ? col : col - half_cols;
-  if (own < hidden) to[channel * hidden + own] = __float2half_rn(sum);
+  if (own < hidden) to[channel * hidden + own] = static_cast<T>(sum);
 }
 
 /// How weight_product() is launched.

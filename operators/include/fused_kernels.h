@@ -132,23 +132,43 @@ FK_API int fk_product_workspace(const fk_product* product, size_t* bytes);
 FK_API int fk_product_forward(const fk_product* product, const void* a, const void* b, void* c,
                               void* workspace, size_t workspace_bytes, struct CUstream_st* stream);
 
+/* What the gated layer's first product goes through, with Phi the distribution function of the
+ * normal distribution. */
+enum fk_gate {
+  FK_GATE_SIGMOID = 0,   /* 1 / (1 + exp(-s)): GLU */
+  FK_GATE_SILU = 1,      /* s / (1 + exp(-s)): SwiGLU */
+  FK_GATE_GELU = 2,      /* s Phi(s), by erf: GEGLU */
+  FK_GATE_GELU_TANH = 3, /* s (1 + tanh(sqrt(2 / pi) (s + 0.044715 s^3))) / 2 */
+  FK_GATE_RELU = 4,      /* max(s, 0): ReGLU */
+  FK_GATE_NONE = 5       /* s: a bilinear layer */
+};
+
 /* The gated layer. */
 typedef struct fk_gating {
   size_t size; /* sizeof(fk_gating) */
-  int type;    /* FK_FLOAT16 */
+  int type;    /* any of fk_type */
   int64_t rows, inputs, hidden;
   int64_t x_stride, out_stride; /* from a row to the next; 0: dense */
+  int gate;                     /* one of fk_gate; 0: a sigmoid */
 } fk_gating;
 
 /* How many bytes of workspace fk_gating_forward() needs on the current device.
  * Written: bytes. Errors: as fk_gating_forward(), without those of operands. */
 FK_API int fk_gating_workspace(const fk_gating* gating, size_t* bytes);
 
-/* out = sigmoid(x w1 + b1) * (x w2 + b2), as lessons 5 and 6 have it.
- * Shapes: x (rows, inputs), w1 and w2 (inputs, hidden), b1 and b2 (hidden), out (rows, hidden); all
- * row-major, weights and biases dense. Each size is at least 1; rows and inputs are at most 2^30,
- * hidden is at most 2^21 - 1024. Type: fp16, added up in fp32. Alignment: each pointer to 16 bytes.
- * Written: out, which must not overlap an operand. Device: compute capability 8.0 and newer. */
+/* out = gate(s) * v with s = x w1 + b1 and v = x w2 + b2, where the gate is one of fk_gate, such as
+ * the sigmoid of lessons 5 and 6. Shapes: x (rows, inputs), w1 and w2 (inputs, hidden), b1 and b2
+ * (hidden), out (rows, hidden); all row-major, weights and biases dense. Each bias may be NULL,
+ * whether the other one is or not, and is zeros then. Each size is at least 1; rows and inputs are
+ * at most 2^30, of FK_FLOAT32 inputs at most 2^24; hidden is at most 2^21 - 1024. Type: that of the
+ * description for all; added up in fp32. FK_FLOAT16 and FK_BFLOAT16 are computed by one kernel,
+ * which rounds only out: what it has for the gate is off by some roundings of fp32, for
+ * FK_GATE_GELU by 2^-17 of the gate and 2^-28. There s * v may not be beyond fp32's range, unless
+ * the gate is a sigmoid. The other types are not fused: s and v are two products of
+ * fk_product_forward(), which says what these are off by, and a kernel makes out of them; of
+ * FK_FLOAT32 rows of x are dense. Alignment: each pointer to 16 bytes. Written: out, which must not
+ * overlap an operand. Device: compute capability 8.0 and newer; for FK_FLOAT32 any that the library
+ * is built for. */
 FK_API int fk_gating_forward(const fk_gating* gating, const void* x, const void* w1, const void* w2,
                              const void* b1, const void* b2, void* out, void* workspace,
                              size_t workspace_bytes, struct CUstream_st* stream);
@@ -198,7 +218,8 @@ typedef struct fk_attention_gradients {
   int64_t batch, queries, keys, heads, kv_heads, width;
   fk_strides q_strides, k_strides, v_strides, out_strides;
   fk_strides d_out_strides, d_q_strides, d_k_strides, d_v_strides;
-  float scale; /* of the logits, as forward had it */
+  float scale;           /* of the logits, as forward had it */
+  int64_t deterministic; /* 1: d_q has the same bits in each call; 0: perhaps not */
 } fk_attention_gradients;
 
 /* How many bytes of workspace fk_attention_backward() needs on the current device.
@@ -213,8 +234,10 @@ FK_API int fk_attention_backward_workspace(const fk_attention_gradients* attenti
  * where it lies. width is a multiple of 8, at most 128, and strides are multiples of 8. batch *
  * heads * queries, with queries rounded up to a multiple of 128, is at most 2^30; other sizes,
  * scale and type: as forward. P and dS are rounded to the type before they are multiplied, so that
- * in fp16 no dS may be beyond its range; all is added up in fp32. d_q is added up in an order that
- * is another one in each call, so its last bits can differ. A log_sum beyond 2^10 is off by up to
+ * in fp16 no dS may be beyond its range; all is added up in fp32. The parts of d_q of blocks of
+ * keys are added up in whatever order they come, so its last bits can differ from call to call, or,
+ * with deterministic, in the order of the keys: that takes longer where there are few queries and
+ * many keys. A log_sum beyond 2^10 is off by up to
  * 2^-14 and more in fp32, and so is, relative to its size, each P of its query. A NaN or an
  * infinity in a row that causal hides can make gradients NaN. Alignment: each pointer to 16 bytes.
  * Written: d_q, d_k and d_v, which must not overlap an operand. Device: compute capability 8.0 and
@@ -408,13 +431,16 @@ FK_API int fk_clifford_connected_backward(const fk_clifford* clifford, const voi
 FK_API int fk_gating_backward_workspace(const fk_gating* gating, size_t* bytes);
 
 /* The gradients of fk_gating_forward(). With s = x w1 + b1, v = x w2 + b2, d_s = d_out * v *
- * sigmoid(s) * (1 - sigmoid(s)) and d_v = d_out * sigmoid(s): d_x = d_s w1^T + d_v w2^T, d_w1 = x^T
- * d_s, d_w2 = x^T d_v, and d_b1 and d_b2 are the sums of the rows of d_s and d_v. Shapes: d_out
- * that of out, each gradient that of what it is the gradient of; rows of x are x_stride apart,
- * those of d_out out_stride, and all gradients are dense. inputs is at most 2^26; other sizes,
- * type, alignment and device: as forward. x w1, x w2, d_s and d_v are rounded to fp16 in between,
- * so that none may be beyond its range. Written: d_x, d_w1, d_w2, d_b1 and d_b2, which must not
- * overlap an operand. */
+ * gate'(s) and d_v = d_out * gate(s): d_x = d_s w1^T + d_v w2^T, d_w1 = x^T d_s, d_w2 = x^T d_v,
+ * and d_b1 and d_b2 are the sums of the rows of d_s and d_v. gate' is the slope of the gate, which
+ * of FK_GATE_RELU is 0 at 0. Shapes: d_out that of out, each gradient that of what it is the
+ * gradient of; rows of x are x_stride apart, those of d_out out_stride, and all gradients are
+ * dense. Of b1, b2, d_b1 and d_b2 each may be NULL: a bias is zeros then, and a gradient is not
+ * written. inputs is at most 2^26; of FK_FLOAT32 rows and inputs are at most 2^24; other sizes,
+ * type, alignment and device: as forward. In FK_FLOAT16 and FK_BFLOAT16 x w1, x w2, d_s and d_v are
+ * rounded to the type in between, so that none may be beyond its range; in the other types all
+ * products are as fk_product_forward() has them. Written: d_x, d_w1, d_w2, d_b1 and d_b2, which
+ * must not overlap an operand. */
 FK_API int fk_gating_backward(const fk_gating* gating, const void* d_out, const void* x,
                               const void* w1, const void* w2, const void* b1, const void* b2,
                               void* d_x, void* d_w1, void* d_w2, void* d_b1, void* d_b2,

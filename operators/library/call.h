@@ -35,6 +35,7 @@ struct Argument {
   const char* name;
   size_t bytes;
   bool written = false;
+  bool optional = false;  ///< may be NULL
 };
 
 /// A size of a description, and the most that it may be.
@@ -156,7 +157,8 @@ int query(const Function& function, const void* description, size_t* bytes) noex
 
 /// Launches the function by a plan of this thread's, and returns a code: in the way that fk_tune()
 /// has found, or that should take the least time. Before that it refuses operands, or a workspace,
-/// that are NULL, not aligned, not memory of the current device, or overlap what is written.
+/// that are NULL and not optional, not aligned, not memory of the current device, or overlap what
+/// is written.
 int call(const Function& function, const void* description,
          std::initializer_list<const void*> operands, void* workspace, size_t bytes,
          cudaStream_t stream) noexcept;

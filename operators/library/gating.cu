@@ -1,97 +1,176 @@
 // The gated layer of operators/gating, as the library exports it.
 
+#include <type_traits>
+
 #include "operators/gating/backward.cuh"
 #include "operators/gating/layer.cuh"
+#include "operators/gating/unfused.cuh"
 #include "operators/library/call.h"
 #include "operators/library/products.h"
 
 namespace {
 
 using namespace operators::library;
-using operators::gating::GatedLayer, operators::gating::GatedLayerBackward;
-using operators::gating::GatingGradients, operators::gating::GatingMemory;
+using namespace operators::gating;
+using operators::gating::Memory, operators::gating::Workspace;
+
+static_assert(FK_GATE_SIGMOID == static_cast<int>(Gate::sigmoid) &&
+              FK_GATE_SILU == static_cast<int>(Gate::silu) &&
+              FK_GATE_GELU == static_cast<int>(Gate::gelu) &&
+              FK_GATE_GELU_TANH == static_cast<int>(Gate::gelu_tanh) &&
+              FK_GATE_RELU == static_cast<int>(Gate::relu) &&
+              FK_GATE_NONE == static_cast<int>(Gate::none));
+
+bool is_half(const fk_gating& gating) {
+  return gating.type == FK_FLOAT16 || gating.type == FK_BFLOAT16;
+}
+size_t element_bytes(const fk_gating& gating) { return is_half(gating) ? 2 : 4; }
 
 /// Refuses a description that no GPU, or not this one, can compute.
 void check(const fk_gating& gating) {
-  check_type("gating", gating.type, {FK_FLOAT16});
+  check_type("gating", gating.type, {FK_FLOAT16, FK_BFLOAT16, FK_FLOAT32, FK_TF32, FK_TF32X3});
+  if (gating.gate < FK_GATE_SIGMOID || gating.gate > FK_GATE_NONE) {
+    throw Refusal{FK_BAD_ARGUMENT, "gating: gate is " + std::to_string(gating.gate) +
+                                       "; it has to be one of fk_gate, from 0 to " +
+                                       std::to_string(FK_GATE_NONE)};
+  }
+  const bool fp32 = gating.type == FK_FLOAT32;
   check_sizes({{"rows", gating.rows, 1 << 30},
-               {"inputs", gating.inputs, 1 << 30},
+               {"inputs", gating.inputs, fp32 ? 1 << 24 : 1 << 30},
                {"hidden", gating.hidden, (1 << 21) - 1024}});
-  check_stride("x_stride", gating.x_stride, gating.inputs, sizeof(half));
-  check_stride("out_stride", gating.out_stride, gating.hidden, sizeof(half));
-  check_capability("the gated layer", 80);
+  check_stride("x_stride", gating.x_stride, gating.inputs, element_bytes(gating));
+  check_stride("out_stride", gating.out_stride, gating.hidden, element_bytes(gating));
+  if (fp32 && gating.x_stride != 0 && gating.x_stride != gating.inputs) {
+    throw Refusal{FK_BAD_SHAPE, "x_stride is " + std::to_string(gating.x_stride) +
+                                    "; rows of x in FK_FLOAT32 have to be dense"};
+  }
+  if (!fp32) check_capability("the gated layer", 80);
 }
 
-/// The same of backward, where inputs are columns of a product.
+/// The same of backward, where inputs are columns of a product, and rows the depth of another.
 void check_backward(const fk_gating& gating) {
   check(gating);
-  check_sizes({{"inputs", gating.inputs, 1 << 26}});
+  const bool fp32 = gating.type == FK_FLOAT32;
+  check_sizes({{"rows", gating.rows, fp32 ? 1 << 24 : 1 << 30},
+               {"inputs", gating.inputs, fp32 ? 1 << 24 : 1 << 26}});
 }
 
 /// A stride as the layer takes it: 0 where rows are dense.
 int64_t or_zero(int64_t stride, int64_t cols) { return stride == cols ? 0 : stride; }
 
+/// How the type multiplies.
+template <typename T>
+ProductWays<T> product_of(const fk_gating& gating) {
+  if constexpr (std::is_same_v<T, float>) {
+    if (gating.type == FK_TF32) return tf32_product_ways;
+    if (gating.type == FK_TF32X3) return tf32x3_product_ways;
+    return
+        [](const Workspace& workspace, const Memory<float>& a, const Memory<float>& b,
+           const Memory<float>& c, operators::product::ProductShape shape,
+           operators::product::RowStrides) { return fp32_product_ways(workspace, a, b, c, shape); };
+  } else {
+    return half_product_ways<T>;
+  }
+}
+
+/// The layer's operands: those of the call, of which x, w1, w2, b1 and b2 are the first ones from
+/// `first` on, and out is number `out`.
+template <typename T>
+GatingMemory<T> memory_of(const fk_gating& gating, const Operands& at, int first, int out) {
+  const int64_t of_w = gating.inputs * gating.hidden, rows = gating.rows;
+  return {at.memory<T>(first, rows * gating.inputs),
+          at.memory<T>(first + 1, of_w),
+          at.memory<T>(first + 3, gating.hidden),
+          at.memory<T>(first + 2, of_w),
+          at.memory<T>(first + 4, gating.hidden),
+          at.memory<T>(out, rows * gating.hidden),
+          or_zero(gating.x_stride, gating.inputs),
+          or_zero(gating.out_stride, gating.hidden),
+          static_cast<Gate>(gating.gate)};
+}
+
 /// The layer of a description that has been checked. Its operands are the call's arguments: x, w1,
 /// w2, b1, b2, out.
+template <typename T>
 Operator layer(const fk_gating& gating) {
-  return [=](const operators::Workspace& workspace, const Operands& at) {
-    const int64_t of_w = gating.inputs * gating.hidden, rows = gating.rows;
-    const GatingMemory operands{
-        at.memory<half>(0, rows * gating.inputs), at.memory<half>(1, of_w),
-        at.memory<half>(3, gating.hidden),        at.memory<half>(2, of_w),
-        at.memory<half>(4, gating.hidden),        at.memory<half>(5, rows * gating.hidden),
-        or_zero(gating.x_stride, gating.inputs),  or_zero(gating.out_stride, gating.hidden)};
-    return GatedLayer(workspace, operands, {rows, gating.inputs, gating.hidden}).ways();
+  return [=](const Workspace& workspace, const Operands& at) {
+    const GatingMemory<T> memory = memory_of<T>(gating, at, 0, 5);
+    const GatingShape shape{gating.rows, gating.inputs, gating.hidden};
+    if constexpr (std::is_same_v<T, float>) {
+      return UnfusedLayer(workspace, memory, shape, product_of<T>(gating)).ways();
+    } else {
+      return GatedLayer<T>(workspace, memory, shape).ways();
+    }
   };
 }
 
 /// Its gradients. The operands are d_out, x, w1, w2, b1, b2, d_x, d_w1, d_w2, d_b1, d_b2.
+template <typename T>
 Operator backward(const fk_gating& gating) {
-  return [=](const operators::Workspace& workspace, const Operands& at) {
+  return [=](const Workspace& workspace, const Operands& at) {
+    const GatingMemory<T> memory = memory_of<T>(gating, at, 1, 0);
     const int64_t of_w = gating.inputs * gating.hidden, rows = gating.rows;
-    const int64_t of_x = rows * gating.inputs, of_out = rows * gating.hidden;
-    const GatingMemory operands{at.memory<half>(1, of_x),
-                                at.memory<half>(2, of_w),
-                                at.memory<half>(4, gating.hidden),
-                                at.memory<half>(3, of_w),
-                                at.memory<half>(5, gating.hidden),
-                                at.memory<half>(0, of_out),
-                                or_zero(gating.x_stride, gating.inputs),
-                                or_zero(gating.out_stride, gating.hidden)};
-    const GatingGradients d{at.memory<half>(0, of_out), at.memory<half>(6, of_x),
-                            at.memory<half>(7, of_w),   at.memory<half>(9, gating.hidden),
-                            at.memory<half>(8, of_w),   at.memory<half>(10, gating.hidden)};
-    return GatedLayerBackward(workspace, operands, d, {rows, gating.inputs, gating.hidden},
-                              half_product_ways)
+    const GatingGradients<T> d{at.memory<T>(0, rows * gating.hidden),
+                               at.memory<T>(6, rows * gating.inputs),
+                               at.memory<T>(7, of_w),
+                               at.memory<T>(9, gating.hidden),
+                               at.memory<T>(8, of_w),
+                               at.memory<T>(10, gating.hidden)};
+    return GatedLayerBackward<T>(workspace, memory, d, {gating.rows, gating.inputs, gating.hidden},
+                                 product_of<T>(gating))
         .ways();
   };
 }
 
-/// Rows that may be apart.
-Argument rows_of(const char* name, int64_t rows, int64_t cols, int64_t stride, bool written) {
-  const int64_t count = extent(rows, cols, or_dense(stride, cols));
-  return {name, static_cast<size_t>(count) * sizeof(half), written};
+/// Of the operators for each type that of the description's.
+Operator of_type(const fk_gating& gating, Operator (*of_half)(const fk_gating&),
+                 Operator (*of_bfloat16)(const fk_gating&),
+                 Operator (*of_float)(const fk_gating&)) {
+  const auto make = gating.type == FK_FLOAT16 ? of_half : is_half(gating) ? of_bfloat16 : of_float;
+  return make(gating);
 }
+
+/// A call's operands, whose rows may be apart.
+struct Arguments {
+  const fk_gating& of;
+
+  Argument rows(const char* name, int64_t rows, int64_t cols, int64_t stride, bool written) const {
+    const int64_t count = extent(rows, cols, or_dense(stride, cols));
+    return {name, static_cast<size_t>(count) * element_bytes(of), written};
+  }
+  Argument dense(const char* name, int64_t rows, int64_t cols, bool written) const {
+    return this->rows(name, rows, cols, 0, written);
+  }
+  Argument bias(const char* name, bool written) const {
+    Argument argument = dense(name, 1, of.hidden, written);
+    argument.optional = true;
+    return argument;
+  }
+  Argument x() const { return rows("x", of.rows, of.inputs, of.x_stride, false); }
+  Argument out(const char* name, bool written) const {
+    return rows(name, of.rows, of.hidden, of.out_stride, written);
+  }
+  Argument weights(const char* name, bool written) const {
+    return dense(name, of.inputs, of.hidden, written);
+  }
+};
 
 Task forward_task(const fk_gating& gating) {
   check(gating);
-  const auto [size, type, rows, inputs, hidden, x_stride, out_stride] = gating;
-  return {layer(gating),
-          {rows_of("x", rows, inputs, x_stride, false), rows_of("w1", inputs, hidden, 0, false),
-           rows_of("w2", inputs, hidden, 0, false), rows_of("b1", 1, hidden, 0, false),
-           rows_of("b2", 1, hidden, 0, false), rows_of("out", rows, hidden, out_stride, true)}};
+  const Arguments of{gating};
+  return {of_type(gating, layer<half>, layer<__nv_bfloat16>, layer<float>),
+          {of.x(), of.weights("w1", false), of.weights("w2", false), of.bias("b1", false),
+           of.bias("b2", false), of.out("out", true)}};
 }
 
 Task backward_task(const fk_gating& gating) {
   check_backward(gating);
-  const auto [size, type, rows, inputs, hidden, x_stride, out_stride] = gating;
-  return {backward(gating),
-          {rows_of("d_out", rows, hidden, out_stride, false),
-           rows_of("x", rows, inputs, x_stride, false), rows_of("w1", inputs, hidden, 0, false),
-           rows_of("w2", inputs, hidden, 0, false), rows_of("b1", 1, hidden, 0, false),
-           rows_of("b2", 1, hidden, 0, false), rows_of("d_x", rows, inputs, 0, true),
-           rows_of("d_w1", inputs, hidden, 0, true), rows_of("d_w2", inputs, hidden, 0, true),
-           rows_of("d_b1", 1, hidden, 0, true), rows_of("d_b2", 1, hidden, 0, true)}};
+  const Arguments of{gating};
+  return {of_type(gating, backward<half>, backward<__nv_bfloat16>, backward<float>),
+          {of.out("d_out", false), of.x(), of.weights("w1", false), of.weights("w2", false),
+           of.bias("b1", false), of.bias("b2", false),
+           of.dense("d_x", gating.rows, gating.inputs, true), of.weights("d_w1", true),
+           of.weights("d_w2", true), of.bias("d_b1", true), of.bias("d_b2", true)}};
 }
 
 }  // namespace

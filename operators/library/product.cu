@@ -88,10 +88,28 @@ Task task_of(const fk_product& product) {
 
 }  // namespace
 
+template <typename T>
 std::vector<operators::Way> operators::library::half_product_ways(
-    const Workspace& workspace, const Memory<half>& a, const Memory<half>& b, const Memory<half>& c,
+    const Workspace& workspace, const Memory<T>& a, const Memory<T>& b, const Memory<T>& c,
     ProductShape shape, RowStrides strides) {
-  return HalfProduct<half>(workspace, a, b, c, shape, strides).ways();
+  return HalfProduct<T>(workspace, a, b, c, shape, strides).ways();
+}
+template std::vector<operators::Way> operators::library::half_product_ways<half>(
+    const Workspace&, const Memory<half>&, const Memory<half>&, const Memory<half>&, ProductShape,
+    RowStrides);
+template std::vector<operators::Way> operators::library::half_product_ways<__nv_bfloat16>(
+    const Workspace&, const Memory<__nv_bfloat16>&, const Memory<__nv_bfloat16>&,
+    const Memory<__nv_bfloat16>&, ProductShape, RowStrides);
+
+std::vector<operators::Way> operators::library::tf32_product_ways(
+    const Workspace& workspace, const Memory<float>& a, const Memory<float>& b,
+    const Memory<float>& c, ProductShape shape, RowStrides strides) {
+  return Tf32Product<Math::tf32>(workspace, a, b, c, shape, strides).ways();
+}
+std::vector<operators::Way> operators::library::tf32x3_product_ways(
+    const Workspace& workspace, const Memory<float>& a, const Memory<float>& b,
+    const Memory<float>& c, ProductShape shape, RowStrides strides) {
+  return Tf32Product<Math::split>(workspace, a, b, c, shape, strides).ways();
 }
 
 template <typename T>

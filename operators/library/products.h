@@ -14,11 +14,19 @@
 
 namespace operators::library {
 
-/// The ways to compute c = a b in fp16; see product::HalfProduct.
-std::vector<Way> half_product_ways(const Workspace& workspace, const Memory<half>& a,
-                                   const Memory<half>& b, const Memory<half>& c,
+/// The ways to compute c = a b in T, half or __nv_bfloat16; see product::HalfProduct.
+template <typename T>
+std::vector<Way> half_product_ways(const Workspace& workspace, const Memory<T>& a,
+                                   const Memory<T>& b, const Memory<T>& c,
                                    product::ProductShape shape, product::RowStrides strides);
-/// The same in fp32, of dense rows; see product::Fp32Product.
+/// The same of fp32, multiplied in TF32, or by three such products; see product::Tf32Product.
+std::vector<Way> tf32_product_ways(const Workspace& workspace, const Memory<float>& a,
+                                   const Memory<float>& b, const Memory<float>& c,
+                                   product::ProductShape shape, product::RowStrides strides);
+std::vector<Way> tf32x3_product_ways(const Workspace& workspace, const Memory<float>& a,
+                                     const Memory<float>& b, const Memory<float>& c,
+                                     product::ProductShape shape, product::RowStrides strides);
+/// The same, multiplied in fp32, of dense rows; see product::Fp32Product.
 std::vector<Way> fp32_product_ways(const Workspace& workspace, const Memory<float>& a,
                                    const Memory<float>& b, const Memory<float>& c,
                                    product::ProductShape shape);

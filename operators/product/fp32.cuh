@@ -27,8 +27,12 @@
 //     each multiplies a quarter of the k of every step, and at the end they add up their sums
 //     through shared memory.
 //   - Rows that are not aligned to 16 bytes. For a large product, another kernel first copies B
-//     into rows that are. For a small one that launch would take longer than it saves, and B is
-//     copied by single floats. A always is, since it is transposed on the way.
+//     into rows that are, and C leaves through shared memory, so that a warp stores 32 neighbours.
+//     For a small one that launch would take longer than it saves, and B is copied by single
+//     floats. A always is, since it is transposed on the way.
+//   - Copies that come all at once. Where two blocks are on a multiprocessor, or where B is copied
+//     by single floats, a thread starts a few copies beside each k that it multiplies. The others
+//     have no registers left for that, and start all copies of a step at its beginning.
 //
 // An estimate says which way should be the fastest (see Way).
 #pragma once
@@ -60,18 +64,24 @@ inline constexpr int kFp32Threads = 256;  ///< of a block, whatever its tile
 /// A block's tile has BM x BN elements of C, of which a thread owns TM x TN, and a step BK of k.
 /// kStages pairs of tiles of A and B are in shared memory.
 template <int BM_, int BN_, int BK_, int TM_, int TN_, int kStages_, int kSlices_, int kResident_,
-          bool kAligned_>
+          bool kAligned_, bool kSpread_ = false>
 struct Fp32Tile {
   static constexpr int BM = BM_, BN = BN_, BK = BK_, TM = TM_, TN = TN_, kStages = kStages_;
   static constexpr int kSlices = kSlices_;      ///< groups of threads that divide each step's k
   static constexpr int kResident = kResident_;  ///< blocks for which a multiprocessor has registers
   static constexpr bool kAligned = kAligned_;   ///< B, or its copy, has rows aligned to 16 bytes
+  static constexpr bool kSpread = kSpread_;  ///< copies start one by one, between multiplications
   static constexpr int kThreadsX = BN / TN, kThreadsY = BM / TM;
   static constexpr int kSliceThreads = kThreadsX * kThreadsY;
   static_assert(kSlices * kSliceThreads == kFp32Threads);
   /// In shared memory are kStages tiles of A, transposed, then kStages of B.
   static constexpr int kStrideA = BM + 4, kTileA = BK * kStrideA, kTileB = BK * BN;
-  static constexpr int kSharedBytes = kStages * (kTileA + kTileB) * static_cast<int>(sizeof(float));
+  static constexpr int kTiles = kStages * (kTileA + kTileB);
+  /// Where the warps turn results into rows, 128 numbers each: beside the tiles; or in their place,
+  /// behind the largest of what slices give each other (add_slices).
+  static constexpr int kRowsAt = kSlices == 1 ? kTiles : TM * TN / 2 * kFp32Threads;
+  static constexpr int kShared = std::max(kTiles, kRowsAt + 4 * kFp32Threads);
+  static constexpr int kSharedBytes = kShared * static_cast<int>(sizeof(float));
 
   /// Which slice this thread belongs to, and where it stands among the others of that: the threads
   /// of a warp 4 x 8, so that they read 4 groups of rows and 8 of columns, without a bank conflict.
@@ -105,7 +115,7 @@ __device__ void multiply_fp32_steps(float* tiles, const Fp32Operands& of, int ro
   const int depth = of.shape.depth, pitch = of.pitch;
   const int x = Tile::x(), y = Tile::y();
   constexpr int BM = Tile::BM, BN = Tile::BN, BK = Tile::BK, TM = Tile::TM, TN = Tile::TN;
-  constexpr int kStages = Tile::kStages, kStrideA = Tile::kStrideA;
+  constexpr int kStages = Tile::kStages, kStrideA = Tile::kStrideA, kSlices = Tile::kSlices;
   float* a_tiles = tiles;
   float* b_tiles = tiles + kStages * Tile::kTileA;
 
@@ -116,31 +126,36 @@ __device__ void multiply_fp32_steps(float* tiles, const Fp32Operands& of, int ro
   const int a_row = threadIdx.x / 16, a_k = threadIdx.x % 16;
   const int b_k = threadIdx.x / (BN / kWidth), b_col = threadIdx.x % (BN / kWidth) * kWidth;
   const float* a_from = of.A + static_cast<size_t>(row0) * depth + begin * BK + a_k;
-  const int b_at = Tile::kSlices > 1 ? (col0 + b_col) % pitch : min(col0 + b_col, pitch - kWidth);
+  const int b_at = kSlices > 1 ? (col0 + b_col) % pitch : min(col0 + b_col, pitch - kWidth);
   const float* b_from = of.B + static_cast<size_t>(begin * BK + b_k) * pitch + b_at;
   int a_offset[BM / kRowsA];
 #pragma unroll
   for (int i = 0; i < BM / kRowsA; ++i) {
     a_offset[i] = (min(row0 + a_row + i * kRowsA, of.shape.rows - 1) - row0) * depth;
   }
-  const auto copy_tiles = [&](int step) {
+  // A thread's copies of a step, one after the other: first those of A.
+  constexpr int kCopiesA = BM / kRowsA * (BK / 16), kCopies = kCopiesA + BK / kRowsB;
+  const auto copy = [&](int step, int number) {
     const int stage = step % kStages, k_left = depth - step * BK;
-    float* a_to = a_tiles + stage * Tile::kTileA + a_k * kStrideA + a_row;
-    float* b_to = b_tiles + stage * Tile::kTileB + b_k * BN + b_col;
-#pragma unroll
-    for (int i = 0; i < BM / kRowsA; ++i) {
-#pragma unroll
-      for (int k = 0; k < BK; k += 16) {
-        copy_async<4>(a_to + i * kRowsA + k * kStrideA, a_from + a_offset[i] + k, a_k + k < k_left);
-      }
-    }
-#pragma unroll
-    for (int i = 0; i < BK / kRowsB; ++i) {
+    if (number < kCopiesA) {
+      const int i = number / (BK / 16), k = number % (BK / 16) * 16;
+      float* a_to = a_tiles + stage * Tile::kTileA + a_k * kStrideA + a_row;
+      copy_async<4>(a_to + i * kRowsA + k * kStrideA, a_from + a_offset[i] + k, a_k + k < k_left);
+    } else {
+      const int i = number - kCopiesA;
+      float* b_to = b_tiles + stage * Tile::kTileB + b_k * BN + b_col;
       copy_async<4 * kWidth>(b_to + i * kRowsB * BN, b_from + i * kRowsB * pitch,
                              b_k + i * kRowsB < k_left);
     }
+  };
+  const auto move_on = [&] {
     a_from += BK;
     b_from += static_cast<size_t>(BK) * pitch;
+  };
+  const auto copy_tiles = [&](int step) {
+#pragma unroll
+    for (int number = 0; number < kCopies; ++number) copy(step, number);
+    move_on();
   };
 
   for (int step = begin; step < begin + kStages - 1; ++step) {
@@ -149,7 +164,7 @@ __device__ void multiply_fp32_steps(float* tiles, const Fp32Operands& of, int ro
   }
   float sum[TM][TN] = {};
   float a[2][TM], b[2][TN];                    // of this k, and of the next
-  constexpr int kDepth = BK / Tile::kSlices;   // so many k of each step belong to one slice
+  constexpr int kDepth = BK / kSlices;         // so many k of each step belong to one slice
   const int first_k = kDepth * Tile::slice();  // where those of this thread's slice begin
   for (int step = begin; step < end; ++step) {
     copy_async_wait<kStages - 2>();
@@ -168,12 +183,20 @@ __device__ void multiply_fp32_steps(float* tiles, const Fp32Operands& of, int ro
             *reinterpret_cast<const float4*>(b_tile + k * BN + j * Tile::kThreadsX);
       }
     };
+    const int ahead = step + kStages - 1;
     load(0);
-    if (step + kStages - 1 < end) copy_tiles(step + kStages - 1);
-    copy_async_commit();
+    if (!Tile::kSpread && ahead < end) copy_tiles(ahead);
+    if (!Tile::kSpread) copy_async_commit();
 #pragma unroll
     for (int k = 0; k < kDepth; ++k) {
       if (k + 1 < kDepth) load(k + 1);
+      if constexpr (Tile::kSpread) {
+        constexpr int kWith = kDepth - 1;  // k that have copies beside them; the last has none
+#pragma unroll
+        for (int i = k * kCopies / kWith; i < min((k + 1) * kCopies / kWith, kCopies); ++i) {
+          if (ahead < end) copy(ahead, i);
+        }
+      }
 #pragma unroll
       for (int i = 0; i < TM; ++i) {
 #pragma unroll
@@ -183,37 +206,53 @@ __device__ void multiply_fp32_steps(float* tiles, const Fp32Operands& of, int ro
         }
       }
     }
+    if constexpr (Tile::kSpread) {
+      if (ahead < end) move_on();
+      copy_async_commit();
+    }
   }
   finish(sum);
 }
 
-/// The columns of a copy of B are in another order (see align_fp32_rows): neighbours in `sum` are
-/// then so many columns of C apart.
-inline constexpr int kColumnsApart = 8;
-
 /// Stores a thread's sums. Of a tile with several slices only kOwn of the TM rows are left to the
-/// thread. kAligned: C's rows are aligned to 16 bytes. (Tile::kAligned says so of B's.)
+/// thread. kAligned: C's rows are aligned to 16 bytes. (Tile::kAligned says so of B's.) Then each
+/// thread stores four neighbours at once. Else, if B has been copied, the 32 lanes of a warp store
+/// 32 neighbours of a row: they hold four such rows in fours, and exchange them through shared
+/// memory. Where nothing is copied, products are small, and threads store what they have, one by
+/// one.
 template <class Tile, bool kAligned, int kOwn>
-__device__ void store_fp32_sums(const float (&sum)[kOwn][Tile::TN], const Fp32Operands& to,
-                                int row0, int col0) {
-  constexpr int kApart = Tile::kAligned && !kAligned ? kColumnsApart : 1;
-  const int x = Tile::x(), y = Tile::y(), cols = to.shape.cols;
+__device__ void store_fp32_sums(float* tiles, const float (&sum)[kOwn][Tile::TN],
+                                const Fp32Operands& to, int row0, int col0) {
+  const int x = Tile::x(), y = Tile::y(), lane = threadIdx.x % 32;
+  const int rows = to.shape.rows, cols = to.shape.cols;
+  float* of_warp = tiles + Tile::kRowsAt + (threadIdx.x - lane) * 4;
 #pragma unroll
   for (int own = 0; own < kOwn; ++own) {
     const int i = own + kOwn * Tile::slice();
-    const int row = row0 + 4 * y + i / 4 * 4 * Tile::kThreadsY + i % 4;
-    if (row >= to.shape.rows) continue;
+    const int first_row = row0 + i / 4 * 4 * Tile::kThreadsY + i % 4, row = first_row + 4 * y;
 #pragma unroll
     for (int j = 0; j < Tile::TN; j += 4) {
-      const int col = col0 + x / kApart * 4 * kApart + x % kApart + j * Tile::kThreadsX;
-      float* at = to.C + static_cast<size_t>(row) * cols + col;
+      const int first_col = col0 + j * Tile::kThreadsX, col = first_col + 4 * x;
+      const float4 four = *reinterpret_cast<const float4*>(&sum[own][j]);
+      float* const at = to.C + static_cast<size_t>(row) * cols + col;
       if constexpr (kAligned) {
-        if (col < cols)
-          *reinterpret_cast<float4*>(at) = *reinterpret_cast<const float4*>(&sum[own][j]);
+        if (row < rows && col < cols) *reinterpret_cast<float4*>(at) = four;
+      } else if constexpr (Tile::kAligned) {
+        __syncwarp();  // all have read the rows before
+        reinterpret_cast<float4*>(of_warp)[lane] = four;
+        __syncwarp();
+        const int own_col = first_col + 4 * (x - lane % 8) + lane;
+#pragma unroll
+        for (int r = 0; r < 4; ++r) {
+          const int own_row = first_row + 4 * (y - lane / 8 + r);
+          if (own_row < rows && own_col < cols) {
+            to.C[static_cast<size_t>(own_row) * cols + own_col] = of_warp[32 * r + lane];
+          }
+        }
       } else {
 #pragma unroll
         for (int e = 0; e < 4; ++e) {
-          if (col + kApart * e < cols) at[kApart * e] = sum[own][j + e];
+          if (row < rows && col + e < cols) at[e] = sum[own][j + e];
         }
       }
     }
@@ -229,15 +268,18 @@ struct Fp32Piece {
 /// What costs a multiprocessor cycles: fitted to shapes drawn at random, on an H200.
 struct Fp32Costs {
   static constexpr double kMultiply = 1.11;    ///< beside what 128 multiply-adds a cycle take
-  static constexpr double kStep = 190;         ///< of each step
-  static constexpr double kAlone = 220;        ///< more, where no other block works meanwhile
-  static constexpr double kNarrowCopy = 3.4;   ///< of a warp, of 4 bytes a thread where 16 would do
-  static constexpr double kNarrowTile = 0.37;  ///< more of a tile so, for each number of C
+  static constexpr double kStep = 196;         ///< of each step
+  static constexpr double kSpreadStep = 62;    ///< the same where its copies are spread
+  static constexpr double kAlone = 214;        ///< more, where no other block works meanwhile
+  static constexpr double kNarrowCopy = 2.45;  ///< of a warp, of 4 bytes a thread where 16 would do
   static constexpr double kStored = 21;        ///< bytes of C that leave in a cycle
-  static constexpr double kLeft = 13;          ///< bytes of sums for other blocks
-  static constexpr double kCount = 890;        ///< of a shared tile, and for each piece of it
-  static constexpr double kPiece = 260;
-  static constexpr double kZeros = 3;  ///< microseconds, of the launch that writes zeros
+  static constexpr double kRowStore = 0.12;    ///< more, where C is stored in rows, for each number
+  static constexpr double kNarrowStore = 0.54;  ///< more, where it is stored one by one
+  static constexpr double kLeft = 12;           ///< bytes of sums for other blocks
+  static constexpr double kCount = 2520;        ///< of a shared tile, and for each piece of it
+  static constexpr double kPiece = 191;
+  static constexpr double kZeros = 3;   ///< microseconds, of the launch that writes zeros
+  static constexpr double kCopy = 1.3;  ///< microseconds, of the launch that copies B
 };
 
 /// Which block does what. If the number of tiles is a multiple of that of blocks, no tile is
@@ -271,14 +313,17 @@ struct Fp32Timetable {
     const int crowd = ceil_div(blocks, sms);  // blocks that share a multiprocessor
     constexpr double kMultiplyAdds = Tile::BM * Tile::BN * Tile::BK / 128.0;  // 128 in a cycle
     constexpr double kNarrow = Tile::kAligned ? 0 : 0.75 * Tile::kTileB / 32;
-    constexpr double kBusy =
-        Fp32Costs::kMultiply * kMultiplyAdds + Fp32Costs::kStep + kNarrow * Fp32Costs::kNarrowCopy;
+    constexpr double kBusy = Fp32Costs::kMultiply * kMultiplyAdds +
+                             kNarrow * Fp32Costs::kNarrowCopy +
+                             (Tile::kSpread ? Fp32Costs::kSpreadStep : Fp32Costs::kStep);
     constexpr double kAlone = kBusy + (Tile::kResident > 1 ? Fp32Costs::kAlone : 0);
     constexpr double kNumbers = Tile::BM * Tile::BN;
-    constexpr double kStore =
-        kNumbers * (4 / Fp32Costs::kStored + (Tile::kAligned ? 0 : Fp32Costs::kNarrowTile));
+    const double more = shape.cols % 4 == 0 ? 0
+                        : Tile::kAligned    ? Fp32Costs::kRowStore
+                                            : Fp32Costs::kNarrowStore;
+    const double store = kNumbers * (4 / Fp32Costs::kStored + more);
     double work = std::ceil(1.0 * tiles * steps / blocks) * std::max(kAlone, crowd * kBusy) +
-                  ceil_div(tiles, blocks) * crowd * kStore;
+                  ceil_div(tiles, blocks) * crowd * store;
     if (shares_tiles()) {
       work += crowd *
               (Fp32Costs::kCount + pieces * Fp32Costs::kPiece + 4 * kNumbers / Fp32Costs::kLeft);
@@ -435,7 +480,7 @@ __device__ __noinline__ void multiply_fp32_piece(float* tiles, Fp32Operands of,
                                                  int2 place, Fp32Piece piece) {
   const auto finish = [&](auto& sum) {
     if (piece.first < piece.last && !handover.add_up(sum, piece)) return;
-    store_fp32_sums<Tile, kAligned>(sum, of, place.y, place.x);
+    store_fp32_sums<Tile, kAligned>(tiles, sum, of, place.y, place.x);
   };
   multiply_fp32_steps<Tile>(tiles, of, place.y, place.x, piece.begin, piece.end, [&](auto& sum) {
     add_slices<Tile::kSlices, kFp32Threads / 2>(tiles, sum, finish);
@@ -459,11 +504,7 @@ __global__ void __launch_bounds__(kFp32Threads, Tile::kResident)
   }
 }
 
-/// Copies B into rows that are `pitch` apart and aligned; a block copies a row. It also changes the
-/// order of each 32 columns: number c of them goes to place 4 (c % 8) + c / 8. The reason is C,
-/// whose rows are not aligned either, so that a thread stores single floats. The four neighbours in
-/// shared memory that a thread multiplies are then columns of C that are 8 apart, and 8 lanes store
-/// 8 neighbours at a time. In the old order these 8 elements would be 4 columns apart.
+/// Copies B into rows that are `pitch` apart and aligned; a block copies a row.
 template <int kThreads>
 __global__ void __launch_bounds__(kThreads)
     align_fp32_rows(const float* __restrict__ from, float* __restrict__ to, int cols, int pitch) {
@@ -480,7 +521,7 @@ __global__ void __launch_bounds__(kThreads)
 #pragma unroll
     for (int i = 0; i < kAtOnce; ++i) {
       const int col = first + i * kThreads;
-      if (col < cols) to[col / 32 * 32 + col % 8 * 4 + col / 8 % 4] = values[i];
+      if (col < cols) to[col] = values[i];
     }
   }
 }
@@ -542,10 +583,10 @@ class Fp32Product {
   template <bool kAligned>
   void offer_all() {
     offer<Fp32Tile<128, 256, 16, 8, 16, 3, 1, 1, true>, kAligned>();
-    offer<Fp32Tile<64, 128, 32, 8, 8, 4, 2, 2, true>, kAligned>();
+    offer<Fp32Tile<64, 128, 32, 8, 8, 4, 2, 2, true, true>, kAligned>();
     offer<Fp32Tile<64, 64, 32, 8, 8, 3, 4, 2, true>, kAligned>();
     offer<Fp32Tile<32, 32, 32, 8, 4, 6, 8, 3, kAligned>, kAligned>();
-    if (!kAligned) offer<Fp32Tile<64, 64, 32, 8, 8, 3, 4, 2, kAligned>, kAligned>();
+    if (!kAligned) offer<Fp32Tile<64, 64, 32, 8, 8, 3, 4, 2, kAligned, true>, kAligned>();
   }
 
   template <class Tile, bool kAligned>
@@ -561,7 +602,8 @@ class Fp32Product {
         std::min(resident_blocks(kernel, kFp32Threads, Tile::kSharedBytes), Tile::kResident * sms);
     for (const auto& plan : Fp32Timetable<Tile>::plans(shape, sms, capacity)) {
       const double microseconds =
-          plan.microseconds + (kCopied ? 1.5 + 8.0 * shape.depth * shape.cols / memory_rate() : 0);
+          plan.microseconds +
+          (kCopied ? Fp32Costs::kCopy + 8.0 * shape.depth * shape.cols / memory_rate() : 0);
       const bool wanted = ways_.offer(microseconds, [&] {
         return Way{name_of<Tile>(plan, kCopied), microseconds,
                    [of = launches_, plan] { of.template launch<Tile, kAligned>(plan); },

@@ -176,33 +176,80 @@ class Call:
             buffer.free()
 
 
+def normal(s):
+    """Phi(s), of the normal distribution."""
+    return 0.5 * math.erfc(-s / math.sqrt(2))
+
+
+def sigmoid(s):
+    return 1 / (1 + math.exp(-s)) if s > -700 else 0.0
+
+
+TANH, CUBIC = 2 * math.sqrt(2 / math.pi), 0.044715
+# Of each fk_gate its value and its slope; and the most that its slope and the slope of that are.
+GATES = {
+    0: (sigmoid, lambda s: sigmoid(s) * sigmoid(-s), 0.25, 0.0963),
+    1: (lambda s: s * sigmoid(s), lambda s: sigmoid(s) * (1 + s * sigmoid(-s)), 1.1, 0.5),
+    2: (lambda s: s * normal(s), lambda s: normal(s) + s * math.exp(-s * s / 2) / math.sqrt(2 * math.pi), 1.13, 0.8),
+    3: (lambda s: s * sigmoid(TANH * (s + CUBIC * s**3)),
+        lambda s: (sigmoid(TANH * (s + CUBIC * s**3)) *
+                   (1 + s * sigmoid(-TANH * (s + CUBIC * s**3)) * TANH * (1 + 3 * CUBIC * s * s))), 1.13, 0.8),
+    4: (lambda s: max(s, 0.0), lambda s: float(s > 0), 1, 0),  # where it bends there is no slope
+    5: (lambda s: s, lambda s: 1.0, 1, 0),
+}
+
+
+def sums_of(x, weights, bias, col, cols):
+    """An element of x w + b, and the sum of its absolute products."""
+    products = [a * b for a, b in zip(x, weights[col::cols])]
+    return math.fsum(products) + (bias[col] if bias else 0), sum(map(abs, products))
+
+
 class Gated(Call):
     NAME, NAMES, WRITTEN = "gating", ("x", "w1", "w2", "b1", "b2", "out"), ("out",)
+    OPTIONAL = ("b1", "b2")
     Description = fk_gating
 
-    def __init__(self, library, rows=70, inputs=24, hidden=40, x_stride=0, out_stride=0, seed=0):
-        self.x = [numbers(inputs, seed + i) for i in range(rows)]
-        self.w1, self.w2 = (numbers(inputs * hidden, seed + i, 0.5) for i in (1, 2))
-        self.b1, self.b2 = (numbers(hidden, seed + i) for i in (3, 4))
-        dense = {name: packed(getattr(self, name), FLOAT16) for name in ("w1", "w2", "b1", "b2")}
+    def __init__(self, library, rows=70, inputs=24, hidden=40, x_stride=0, out_stride=0, type=FLOAT16, gate=0,
+                 biases=("b1", "b2"), exact=True, seed=0):
+        """biases: those that are not NULL. exact: of numbers whose products and sums are exact in each type; else any
+        of fp32."""
+        self.exact, draw = exact, numbers if exact else any_numbers
+        self.x = [draw(inputs, seed + i) for i in range(rows)]
+        self.w1, self.w2 = (numbers(inputs * hidden, seed + i, 0.5) if exact else draw(inputs * hidden, seed + i)
+                            for i in (1, 2))
+        self.b1, self.b2 = (draw(hidden, seed + i) if f"b{i - 2}" in biases else None for i in (3, 4))
+        dense = {name: packed(getattr(self, name), type) for name in ("w1", "w2", *biases)}
         nan = [[math.nan] * hidden] * rows
-        description = self.Description(ctypes.sizeof(self.Description), FLOAT16, rows, inputs, hidden, x_stride,
-                                       out_stride)
+        description = self.Description(ctypes.sizeof(self.Description), type, rows, inputs, hidden, x_stride,
+                                       out_stride, gate)
         super().__init__(library, description, {
-            "x": strided(self.x, FLOAT16, x_stride or inputs), **dense,
-            "out": b"\xff" * len(strided(nan, FLOAT16, out_stride or hidden))})
+            "x": strided(self.x, type, x_stride or inputs), **dense,
+            "out": b"\xff" * len(strided(nan, type, out_stride or hidden))})
 
     def result_is_right(self):
         of = self.description
-        expected = []
+        gate, _, steepest, _ = GATES[of.gate]
+        # What a product's sums are off by, as the header has it.
+        far = 0 if self.exact else {FLOAT32: of.inputs * 2.0**-24, TF32: 2.0**-10 + of.inputs * 2.0**-25,
+                                    TF32X3: 2.0**-18 + of.inputs * 2.0**-29}[of.type]
+        expected, bound = [], []
         for x in self.x:
             for col in range(of.hidden):
-                gate = self.b1[col] + sum(a * b for a, b in zip(x, self.w1[col::of.hidden]))
-                value = self.b2[col] + sum(a * b for a, b in zip(x, self.w2[col::of.hidden]))
-                expected.append(value / (1 + math.exp(-gate)))
-        # As in operators/tests/gating_shapes.cu: fp16's rounding, and some of fp32's in the sigmoid.
-        bound = [2.0**-11 * 1.01 * abs(value) + 2.0**-25 for value in expected]
-        return near(self.found("out", FLOAT16, of.rows, of.hidden, of.out_stride), expected, bound)
+                (s, size_s), (v, size_v) = (sums_of(x, w, b, col, of.hidden)
+                                            for w, b in ((self.w1, self.b1), (self.w2, self.b2)))
+                far_s, far_v = far * size_s, far * size_v
+                value = gate(s) * v
+                if BYTES[of.type] == 2:
+                    # Rounding; fp16 has nothing between multiples of 2^-24. The gate has some errors of fp32, and erf
+                    # is wrong by 2^-17 of the gate and 2^-28.
+                    own, least = 2.0**-16 if of.gate == 2 else 0, 2.0**-25 if of.type == FLOAT16 else 0
+                    off = (1.01 * ROUNDING[of.type] + own) * abs(value) + 2.0**-27 * abs(v) + least
+                else:  # some errors of fp32, of the result, and of a sigmoid that is at most 1
+                    off = 2.0**-20 * abs(value) + 2.0**-21 * abs(v)
+                expected.append(value)
+                bound.append(off + steepest * far_s * (abs(v) + far_v) + abs(gate(s)) * far_v)
+        return near(self.found("out", of.type, of.rows, of.hidden, of.out_stride), expected, bound)
 
 
 class Product(Call):
@@ -323,13 +370,37 @@ BY_TENSOR_CORES = [  # of fp32
       for kind in (TF32, TF32X3)),
     *((Product, dict(rows=37, cols=131, depth=41, type=kind, b_stride=136, exact=False)) for kind in (TF32, TF32X3)),
 ]
+# In each type; of each gate where weights stay on chip and where the layer is a product, whose rows are aligned or not;
+# without biases.
+GATED = [
+    *((Gated, dict(rows=48, inputs=24, hidden=40, gate=gate, type=kind)) for gate in GATES
+      for kind in (FLOAT16, BFLOAT16)),
+    *((Gated, dict(rows=33, inputs=65, hidden=70, gate=gate, type=kind)) for gate in GATES
+      for kind in (FLOAT16, BFLOAT16)),
+    *((Gated, dict(rows=rows, inputs=inputs, hidden=hidden, x_stride=x_stride, out_stride=out_stride, type=BFLOAT16))
+      for rows, inputs, hidden, x_stride, out_stride in (
+          (1, 1, 1, 0, 0), (65, 7, 9, 0, 0), (24, 40, 36, 56, 0), (21, 13, 70, 16, 88), (72, 72, 136, 0, 0))),
+    *((Gated, dict(rows=rows, inputs=16, hidden=hidden, gate=gate, type=kind, biases=biases))
+      for rows, hidden in ((40, 24), (9, 7)) for kind in (FLOAT16, BFLOAT16)
+      for gate, biases in ((0, ()), (1, ()), (1, ("b1",)), (2, ("b2",)))),
+]
+GATED_FP32 = [
+    *((Gated, dict(rows=20, inputs=24, hidden=40, gate=gate, type=kind, exact=exact)) for gate in GATES
+      for kind, exact in ((FLOAT32, True), (TF32, True), (TF32X3, False))),
+    *((Gated, dict(rows=rows, inputs=inputs, hidden=hidden, gate=1, type=kind, biases=(), exact=False))
+      for kind in (FLOAT32, TF32, TF32X3) for rows, inputs, hidden in ((1, 1, 1), (33, 65, 130))),
+    *((Gated, dict(rows=21, inputs=13, hidden=70, x_stride=16, out_stride=76, type=kind)) for kind in (TF32, TF32X3)),
+    (Gated, dict(rows=21, inputs=13, hidden=70, out_stride=76, type=FLOAT32)),
+]
 CALLS = [
+    *GATED_FP32,
     (Gated, {}),
     (Gated, dict(rows=1, inputs=1, hidden=1)),
     (Gated, dict(rows=65, inputs=7, hidden=9)),
     (Gated, dict(rows=33, inputs=65, hidden=130)),
     (Gated, dict(rows=24, inputs=40, hidden=36, x_stride=56)),
     (Gated, dict(rows=21, inputs=13, hidden=70, x_stride=16, out_stride=88)),
+    *GATED,
     *((Product, dict(rows=rows, cols=cols, depth=depth, type=kind))
       for kind in (FLOAT16, BFLOAT16, FLOAT32)
       for rows, cols, depth in ((70, 40, 24), (1, 1, 1), (65, 9, 7), (33, 130, 65))),
@@ -421,10 +492,11 @@ print(library.fk_last_error().decode())
 # for several panels.
 HALVES = [
     *((kind, options) for kind, options in CALLS
-      if kind is Gated or kind is Product and options.get("type", FLOAT16) in (FLOAT16, BFLOAT16)),
+      if kind in (Gated, Product) and options.get("type", FLOAT16) in (FLOAT16, BFLOAT16)),
     *((Product, dict(rows=20, cols=24, depth=1100, type=kind)) for kind in (FLOAT16, BFLOAT16)),
     (Product, dict(rows=150, cols=264, depth=72)),
     (Gated, dict(rows=500, inputs=40, hidden=16)),
+    (Gated, dict(rows=300, inputs=40, hidden=72, type=BFLOAT16, gate=1, biases=())),
     (Gated, dict(rows=300, inputs=13, hidden=72, x_stride=16)),
     (Gated, dict(rows=20, inputs=1032, hidden=16)),
 ]
@@ -604,6 +676,8 @@ def in_turn(shapes):
 
 IN_TURN = [
     (Gated, [dict(rows=40, inputs=136, hidden=70), dict(rows=5, inputs=8, hidden=8), dict(rows=70, inputs=40)]),
+    *((Gated, [dict(rows=40, inputs=136, hidden=70, type=kind, gate=1), dict(rows=5, inputs=8, hidden=8, type=kind),
+               dict(rows=70, inputs=40, type=kind, gate=3)]) for kind in (BFLOAT16, TF32)),
     *((Product, [dict(rows=70, depth=70, type=kind), dict(rows=3, cols=8, depth=8, type=kind),
                  dict(rows=30, cols=130, depth=30, type=kind)]) for kind in (FLOAT16, FLOAT32, TF32, TF32X3)),
     (Attention, [dict(keys=150, width=64), dict(queries=1, width=8), dict(queries=70, width=136)]),
@@ -689,7 +763,10 @@ WRONG = {
         *((dict(hidden=value), BAD_SHAPE) for value in (0, -1, 1 << 21)),
         *((dict(x_stride=value), BAD_SHAPE) for value in (-8, 16, 1 << 40)),
         (dict(x_stride=26), BAD_ALIGNMENT), (dict(out_stride=41), BAD_ALIGNMENT), (dict(out_stride=32), BAD_SHAPE),
-        *((dict(type=value), BAD_ARGUMENT) for value in (0, 77, BFLOAT16)),
+        *((dict(type=value), BAD_ARGUMENT) for value in (0, 6, 77)),
+        *((dict(gate=value), BAD_ARGUMENT) for value in (-1, 6, 1 << 30)),
+        (dict(type=FLOAT32, x_stride=32), BAD_SHAPE), (dict(type=FLOAT32, inputs=1 << 25), BAD_SHAPE),
+        (dict(type=TF32, x_stride=26), BAD_ALIGNMENT),
     ],
     Product: [
         *((dict(rows=value), BAD_SHAPE) for value in (0, -1, (1 << 30) + 1, 1 << 40)),

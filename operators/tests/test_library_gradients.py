@@ -6,13 +6,15 @@ import struct
 
 import pytest
 
-from test_library import (BAD_ARGUMENT, BAD_SHAPE, BAD_ALIGNMENT, BFLOAT16, BYTES, FLOAT16, FLOAT32, ROUNDING, TF32,
-                          Call, Strides, call_at_the_same_time, call_in_turn, for_each, fused_kernels, in_turn, library,
-                          name_of, near, numbers, packed, refuse_a_damaged_workspace, refuse_what_is_damaged,
-                          run_as_another_gpu, strided, unpacked)
+from test_library import (BAD_ARGUMENT, BAD_SHAPE, BAD_ALIGNMENT, BFLOAT16, BYTES, FLOAT16, FLOAT32, GATES, OK,
+                          ROUNDING, TF32, TF32X3, Call, Strides, call_at_the_same_time, call_in_turn, for_each,
+                          fused_kernels, in_turn, library, name_of, near, numbers, packed, refuse_a_damaged_workspace,
+                          refuse_what_is_damaged, run_as_another_gpu, strided, unpacked)
 
 HALF, FP32 = 2.0**-11 * 1.01, 2.0**-20
 LEAST = 2.0**-25  # fp16 has nothing between multiples of 2^-24
+# How far a factor of a product is from the number that it stands for.
+FACTOR = {FLOAT16: HALF, BFLOAT16: 2.0**-8 * 1.01, FLOAT32: 0, TF32: 2.0**-10, TF32X3: 2.0**-18}
 
 
 def added_up(a, b, far_a, kind_of_sum):
@@ -40,40 +42,45 @@ class GatedBackward(Backward):
     NAME, Description = "gating_backward", fused_kernels.fk_gating
     WRITTEN = "d_x", "d_w1", "d_w2", "d_b1", "d_b2"
     NAMES = ("d_out", "x", "w1", "w2", "b1", "b2", *WRITTEN)
+    OPTIONAL = "b1", "b2", "d_b1", "d_b2"
 
-    def __init__(self, library, rows=30, inputs=24, hidden=40, x_stride=0, out_stride=0, seed=0):
+    def __init__(self, library, rows=30, inputs=24, hidden=40, x_stride=0, out_stride=0, type=FLOAT16, gate=0,
+                 biases=OPTIONAL, seed=0):
+        """biases: of OPTIONAL those that are not NULL."""
         self.x = [numbers(inputs, seed + i) for i in range(rows)]
         self.d_out = [numbers(hidden, seed + 2 * i) for i in range(rows)]
         self.w1, self.w2 = ([numbers(hidden, seed + i + j, 0.5) for i in range(inputs)] for j in (1, 2))
-        self.b1, self.b2 = (numbers(hidden, seed + i) for i in (3, 4))
+        self.b1, self.b2 = (numbers(hidden, seed + i) if f"b{i - 2}" in biases else [0.0] * hidden for i in (3, 4))
         counts = dict(zip(self.WRITTEN, (rows * inputs, inputs * hidden, inputs * hidden, hidden, hidden)))
-        description = self.Description(ctypes.sizeof(self.Description), FLOAT16, rows, inputs, hidden, x_stride,
-                                       out_stride)
-        super().__init__(library, description, {
-            "d_out": strided(self.d_out, FLOAT16, out_stride or hidden),
-            "x": strided(self.x, FLOAT16, x_stride or inputs),
-            **{name: packed(flat(getattr(self, name)), FLOAT16) for name in ("w1", "w2")},
-            **{name: packed(getattr(self, name), FLOAT16) for name in ("b1", "b2")},
-            **{name: b"\xff" * (2 * count) for name, count in counts.items()}})
+        description = self.Description(ctypes.sizeof(self.Description), type, rows, inputs, hidden, x_stride,
+                                       out_stride, gate)
+        operands = {
+            "d_out": strided(self.d_out, type, out_stride or hidden), "x": strided(self.x, type, x_stride or inputs),
+            **{name: packed(flat(getattr(self, name)), type) for name in ("w1", "w2")},
+            **{name: packed(getattr(self, name), type) for name in ("b1", "b2")},
+            **{name: b"\xff" * (BYTES[type] * count) for name, count in counts.items()}}
+        super().__init__(library, description, {name: content for name, content in operands.items()
+                                                if name not in self.OPTIONAL or name in biases})
 
     def result_is_right(self):
         of = self.description
+        gate, slope, steepest, bend = GATES[of.gate]
+        factor, least = FACTOR[of.type], LEAST if of.type == FLOAT16 else 0
         d_s, d_v, far_s, far_v = [], [], [], []
         for x, d_row in zip(self.x, self.d_out):
             rows = [[] for _ in range(4)]
             for col, d in enumerate(d_row):
                 s, v = (sum(a * w[col] for a, w in zip(x, weights)) for weights in (self.w1, self.w2))
-                # Both are rounded to fp16.
-                off_s, off_v = HALF * abs(s) + LEAST, HALF * abs(v) + LEAST
+                # In types of 2 bytes both are rounded; in fp32 the numbers here are exact.
+                off_s, off_v = (factor * abs(each) + least if BYTES[of.type] == 2 else 0 for each in (s, v))
                 s, v = s + self.b1[col], v + self.b2[col]
-                gate = 1 / (1 + math.exp(-s))
-                slope = gate * (1 - gate)
-                rows[0].append(d * v * slope)
-                rows[1].append(d * gate)
-                # The slope of the gate is at most 1/4, that of its slope at most 0.0963.
-                rows[2].append(abs(d) * (0.0963 * (abs(v) + off_v) * off_s + slope * off_v) + HALF * abs(d * v * slope)
-                               + LEAST)
-                rows[3].append(abs(d) * 0.25 * off_s + HALF * abs(d * gate) + LEAST)
+                # How far the slope may be off, besides some errors of fp32: where ReLU bends it is 0 or 1.
+                off_slope = bend * off_s + (of.gate == 4 and abs(s) <= off_s)
+                rows[0].append(d * v * slope(s))
+                rows[1].append(d * gate(s))
+                rows[2].append(abs(d) * ((abs(v) + off_v) * (off_slope + FP32) + abs(slope(s)) * off_v)
+                               + factor * abs(d * v * slope(s)) + least)
+                rows[3].append(abs(d) * (steepest * off_s + FP32) + factor * abs(d * gate(s)) + least)
             for to, row in zip((d_s, d_v, far_s, far_v), rows):
                 to.append(row)
         ones = [[1.0] for _ in self.x]
@@ -83,10 +90,11 @@ class GatedBackward(Backward):
             expected[name] = tuple(list(zip(*each)) for each in expected[name])
         by_s, by_v = added_up(d_s, self.w1, far_s, "rows"), added_up(d_v, self.w2, far_v, "rows")
         expected["d_x"] = tuple([[a + b for a, b in zip(*both)] for both in zip(*each)] for each in zip(by_s, by_v))
-        for name, (value, far) in expected.items():
-            value, far = flat(value), flat(far)
-            bound = [HALF * abs(number) + off + LEAST for number, off in zip(value, far)]
-            if not near(self.found(name, FLOAT16, 1, len(value)), value, bound):
+        rounding = ROUNDING.get(of.type, 2.0**-24) * 1.01
+        for name in set(expected) & set(self.host):
+            value, far = map(flat, expected[name])
+            bound = [rounding * abs(number) + off + least for number, off in zip(value, far)]
+            if not near(self.found(name, of.type, 1, len(value)), value, bound):
                 return False
         return True
 
@@ -182,11 +190,12 @@ class AttentionBackward(Backward):
     NAMES = ("d_out", "q", "k", "v", "out", "log_sums", *WRITTEN)
 
     def __init__(self, library, batch=1, queries=20, keys=30, heads=2, kv_heads=1, width=16, causal=0, type=FLOAT16,
-                 layout="dense", seed=0):
+                 layout="dense", deterministic=0, seed=0):
         """layout: "dense"; "heads first", (batch, heads, rows, width); or "apart", with gaps between rows and heads."""
         self.layout, far = layout, width + 8 * (layout == "apart")
         of = self.description = self.Description(
-            ctypes.sizeof(self.Description), type, causal, batch, queries, keys, heads, kv_heads, width, scale=0.5)
+            ctypes.sizeof(self.Description), type, causal, batch, queries, keys, heads, kv_heads, width, scale=0.5,
+            deterministic=deterministic)
         self.by, self.rows, operands = {}, {}, {}
         for i, name in enumerate((*self.OF_QUERIES, *self.OF_KEYS)):
             rows, of_heads = (queries, heads) if name in self.OF_QUERIES else (keys, kv_heads)
@@ -294,8 +303,28 @@ ATTENTION = [
     (AttentionBackward, dict(batch=2, queries=9, keys=33, heads=4, kv_heads=2, width=24, causal=1, layout="apart")),
     (AttentionBackward, dict(batch=2, queries=5, keys=9, heads=2, kv_heads=2, width=104, layout="apart",
                              type=BFLOAT16)),
+    # In order: several tiles of both, heads that alternate, queries without a key, more sequences than come abreast.
+    (AttentionBackward, dict(queries=70, keys=140, heads=1, width=64, type=BFLOAT16, deterministic=1)),
+    (AttentionBackward, dict(queries=150, keys=66, heads=2, width=8, causal=1, deterministic=1)),
+    (AttentionBackward, dict(batch=2, queries=70, keys=150, heads=2, width=72, causal=1, layout="heads first",
+                             deterministic=1)),
+]
+# In each type, of each gate; rows that are aligned and not, or apart; without biases or their gradients.
+GATED = [
+    *((GatedBackward, dict(rows=20, inputs=24, hidden=40, gate=gate, type=kind)) for gate in GATES
+      for kind in (FLOAT16, BFLOAT16, FLOAT32, TF32, TF32X3)),
+    *((GatedBackward, dict(rows=33, inputs=7, hidden=9, gate=1, type=kind, biases=()))
+      for kind in (FLOAT16, BFLOAT16, FLOAT32, TF32, TF32X3)),
+    *((GatedBackward, dict(rows=21, inputs=13, hidden=70, x_stride=16, out_stride=88, gate=2, type=kind))
+      for kind in (BFLOAT16, TF32, TF32X3)),
+    (GatedBackward, dict(rows=21, inputs=13, hidden=70, out_stride=88, gate=3, type=FLOAT32)),
+    *((GatedBackward, dict(rows=9, inputs=8, hidden=8, gate=5, biases=biases))
+      for biases in ((), ("b1", "d_b2"), ("b2", "d_b1"), ("b1", "b2"), ("d_b1", "d_b2"))),
+    *((GatedBackward, dict(rows=1, inputs=1, hidden=1, type=kind)) for kind in (BFLOAT16, FLOAT32, TF32, TF32X3)),
+    (GatedBackward, dict(rows=1300, inputs=16, hidden=9, type=BFLOAT16, gate=1)),  # weights from slices of the rows
 ]
 CALLS = [
+    *GATED,
     (GatedBackward, {}),
     (GatedBackward, dict(rows=1, inputs=1, hidden=1)),
     (GatedBackward, dict(rows=65, inputs=7, hidden=9)),
@@ -330,6 +359,45 @@ SLOW = [
 @for_each(CALLS, SLOW)
 def test_result(library, kind, options):
     kind(library, **options).run_twice()
+
+
+@pytest.mark.parametrize("gate", GATES)
+def test_slopes_are_differences(gate):
+    """What the tests above compare with: the slope of a gate is a difference of its values, but for what is of third
+    order, and for what rounding does to a difference."""
+    value, slope, steepest, _ = GATES[gate]
+    step = 2.0**-10
+    for i in range(-800, 801):
+        s = (i + 0.5) / 100
+        assert abs((value(s + step) - value(s - step)) / (2 * step) - slope(s)) <= 4 * step**2 + 2.0**-40, s
+        assert abs(slope(s)) <= steepest
+
+
+@pytest.mark.parametrize("capability, taken_for", [("8.0", ""), ("8.6", ""), ("12.0", ""), ("9.0", "8.0")])
+def test_gates_on_other_gpus(capability, taken_for):
+    """Forward and backward, in each type."""
+    said = run_as_another_gpu(capability, """
+from test_library import GATED, GATED_FP32
+import test_library_gradients as gradients
+calls = GATED[::2] + GATED_FP32[::2] + gradients.GATED[::2]
+for kind, options in calls:
+    run(kind, **options)
+print(len(calls) - len(ways), "are wrong")
+""", FUSED_KERNELS_CAPABILITY=taken_for)
+    assert said == "0 are wrong\n"
+
+
+@pytest.mark.parametrize("gate", GATES)
+@pytest.mark.parametrize("type", [FLOAT16, BFLOAT16, TF32])
+def test_a_gate_is_tuned(library, type, gate):
+    """Each of the ways that are tried is right, or the one that is kept would not be."""
+    call = GatedBackward(library, rows=40, inputs=16, hidden=24, type=type, gate=gate)
+    assert library.fk_tune(1) == OK
+    try:
+        assert call.call() == OK, library.fk_last_error()
+    finally:
+        assert library.fk_tune(0) == OK
+    call.run_twice()
 
 
 @pytest.mark.parametrize("capability, taken_for", [("8.0", ""), ("8.6", ""), ("12.0", ""), ("9.0", "8.0"), ("9.0", "")])
@@ -376,18 +444,24 @@ def test_large_logits(library, options):
 
 IN_TURN = [
     (GatedBackward, [dict(rows=70, inputs=72, hidden=66), dict(rows=3, inputs=8, hidden=8), dict(rows=200)]),
+    *((GatedBackward, [dict(rows=40, inputs=24, hidden=66, type=kind, gate=1),
+                       dict(rows=3, inputs=8, hidden=8, type=kind), dict(rows=60, type=kind, gate=2)])
+      for kind in (BFLOAT16, TF32X3)),
     *((kind, [dict(rows=70, inputs=40, classes=130), dict(rows=3, inputs=8, classes=5), dict(rows=9, classes=600)])
       for kind in (SoftmaxBackward, CrossEntropyBackward)),
     *((kind, [dict(rows=70, inputs=40, classes=130, type=BFLOAT16), dict(rows=3, inputs=8, classes=5, type=BFLOAT16),
               dict(rows=9, classes=300)]) for kind in (SoftmaxBackward, CrossEntropyBackward)),
     (AttentionBackward, [dict(keys=150, width=64), dict(queries=1, width=8), dict(queries=70, width=72)]),
+    (AttentionBackward, [dict(keys=400, heads=1, width=64, deterministic=1), dict(width=8, deterministic=1),
+                         dict(queries=70, keys=150, width=72, deterministic=1)]),
 ]
 
 
 @in_turn(IN_TURN)
 def test_shapes_in_turn(library, kind, options):
-    """(Where attention has several tiles of keys it adds in another order in each call.)"""
-    call_in_turn(library, kind, options, same_bits=kind is not AttentionBackward)
+    """(Where attention has several tiles of keys it adds in another order in each call, unless it is asked not to.)"""
+    in_order = all(each.get("deterministic") for each in options)
+    call_in_turn(library, kind, options, same_bits=kind is not AttentionBackward or in_order)
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -402,7 +476,10 @@ WRONG = {
         *((dict(hidden=value), BAD_SHAPE) for value in (0, -1, 1 << 21)),
         *((dict(x_stride=value), BAD_SHAPE) for value in (-8, 16, 1 << 40)),
         (dict(x_stride=26), BAD_ALIGNMENT), (dict(out_stride=41), BAD_ALIGNMENT), (dict(out_stride=32), BAD_SHAPE),
-        *((dict(type=value), BAD_ARGUMENT) for value in (0, 77, BFLOAT16)),
+        *((dict(type=value), BAD_ARGUMENT) for value in (0, 6, 77)),
+        *((dict(gate=value), BAD_ARGUMENT) for value in (-1, 6)),
+        (dict(type=FLOAT32, x_stride=32), BAD_SHAPE), (dict(type=FLOAT32, rows=1 << 25), BAD_SHAPE),
+        (dict(type=FLOAT32, inputs=1 << 25), BAD_SHAPE), (dict(type=TF32, out_stride=41), BAD_ALIGNMENT),
     ],
     **dict.fromkeys((SoftmaxBackward, CrossEntropyBackward), [
         *((dict(rows=value), BAD_SHAPE) for value in (0, -1, (1 << 24) + 1, 1 << 40)),
@@ -420,6 +497,7 @@ WRONG = {
         *((dict(width=value), BAD_SHAPE) for value in (0, -1, 12, 129, 136, 256)),
         *((dict(scale=value), BAD_ARGUMENT) for value in (0, -1, math.inf, math.nan)),
         (dict(causal=2), BAD_ARGUMENT), (dict(type=FLOAT32), BAD_ARGUMENT),
+        *((dict(deterministic=value), BAD_ARGUMENT) for value in (-1, 2, 1 << 32)),
         (dict(d_out_strides=Strides(640, 32, 8)), BAD_SHAPE), (dict(k_strides=Strides(0, -16, 0)), BAD_SHAPE),
         (dict(d_v_strides=Strides(0, 1 << 40, 0)), BAD_SHAPE), (dict(d_q_strides=Strides(0, 16, 16)), BAD_SHAPE),
         *((dict([(f"{name}_strides", Strides(0, 36, 16))]), BAD_ALIGNMENT) for name in AttentionBackward.NAMES

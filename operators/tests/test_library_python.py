@@ -61,7 +61,7 @@ def test_functions():
 def test_constants():
     constants = {name: int(value) for name, value in re.findall(r"\b(FK_\w+) = (\d+)", TEXT)}
     constants["FK_VERSION"] = int(re.search(r"#define FK_VERSION (\d+)", (HEADER / "fused_kernels.h").read_text())[1])
-    assert len(constants) == 34
+    assert len(constants) == 40
     assert {name: value for name, value in vars(fused_kernels).items() if name.startswith("FK_")} == constants
 
 
@@ -142,9 +142,15 @@ def test_numbers_are_no_keys_by_identity(planned):
     q, causal, scale = Operand(), Cell(0), Cell(0.25)
     for causal.value, scale.value in ((0, 0.25), (0, 0.5), (1, 0.5), (0, 0.25)):
         run_of(OPERATORS["attention"])(q, q, q, causal, scale, Cell(0))
-        run_of(OPERATORS["attention_backward"])(*[q] * 6, causal, scale)
-    assert planned == [each for pair in ((False, 0.25), (False, 0.5), (True, 0.5)) for each in ((*pair, False), pair)]
+        run_of(OPERATORS["attention_backward"])(*[q] * 6, causal, scale, Cell(0))
+    assert planned == [(*pair, False) for pair in ((False, 0.25), (False, 0.5), (True, 0.5)) for _ in range(2)]
     assert {type(each) for each in sum(planned, ())} == {bool, float}
+
+
+def test_in_order_is_another_plan(planned):
+    for deterministic in (False, True, 1, 0):
+        run_of(OPERATORS["attention_backward"])(*[Operand()] * 6, False, 0.25, deterministic)
+    assert planned == [(False, 0.25, False), (False, 0.25, True)]
 
 
 @pytest.mark.parametrize("name, operands", [("clifford", 3), ("clifford_backward", 4), ("clifford_connected", 3),
@@ -170,7 +176,7 @@ def test_rows_have_the_names_of_the_header():
             incoming = [each for each in own.operands if each.removeprefix("d_") in row.results and each[:2] == "d_"]
             assert incoming and list(own.operands[:len(incoming)]) == incoming
             assert {each.removeprefix("d_") for each in own.results} <= set(row.operands)
-            assert set(own.numbers) <= set(row.numbers)
+            assert set(own.numbers) - {"deterministic"} <= set(row.numbers)  # which PyTorch says
 
 
 class Symbol:
@@ -197,21 +203,23 @@ def test_layouts_of_results_look_at_no_size(name):
 
 def test_a_row_with_operands_that_may_be_none(planned, monkeypatch):
     """They are NULL for the library, other plans are found for them, and they have no gradients."""
-    forward = dataclasses.replace(OPERATORS["gating"], reads="x w1 w2 b1? b2?")
-    row = dataclasses.replace(OPERATORS["gating_backward"], reads="d_out x w1 w2 b1? b2?")
-    assert forward.schema == "(Tensor x, Tensor w1, Tensor w2, Tensor? b1, Tensor? b2) -> Tensor"
+    forward, row = OPERATORS["gating"], OPERATORS["gating_backward"]
+    assert forward.schema == ("(Tensor x, Tensor w1, Tensor w2, Tensor? b1, Tensor? b2, str gate='sigmoid', "
+                              "str math='fp32') -> Tensor")
     launched, x = [], Operand()
     monkeypatch.setattr(binding, "_launch", lambda plan, *addresses: launched.append(addresses))
     for b1, b2 in ((x, x), (None, x), (x, None), (None, None)) * 2:
-        run_of(forward)(x, x, x, b1, b2)
+        run_of(forward)(x, x, x, b1, b2, "sigmoid", "fp32")
         assert launched[-1] == (0, 0, 0, *(None if each is None else 0 for each in (b1, b2)), 0)
         present = [row.is_written(each, {"b1": b1, "b2": b2, "x": x, "w1": x, "w2": x}, {}) for each in row.results]
         assert present == [True, True, True, b1 is not None, b2 is not None]
     assert len(planned) == 4
     matrix, weights, bias = (Dense(*shape) for shape in ((3, 8), (8, 16), (16,)))
-    sizes, fields = forward.check(dict(x=matrix, w1=weights, w2=weights, b1=None, b2=bias), {})
+    numbers = dict(gate="silu", math="fp32")
+    sizes, fields = forward.check(dict(x=matrix, w1=weights, w2=weights, b1=None, b2=bias), numbers)
     description = forward.describe(fields, {"x": ((3, 8), (8, 1))})
-    assert [getattr(description, each) for each in ("rows", "inputs", "hidden", "x_stride")] == [3, 8, 16, 8]
+    assert [getattr(description, each) for each in ("type", "rows", "inputs", "hidden", "x_stride", "gate")] == [
+        fused_kernels.FK_FLOAT16, 3, 8, 16, 8, fused_kernels.FK_GATE_SILU]
 
 
 class Dense:
@@ -280,6 +288,26 @@ def test_types_of_a_cross_entropy(name, dtype, labels):
         getattr(fused_kernels, f"FK_{dtype.upper()}"), getattr(fused_kernels, f"FK_LABEL_{labels.upper()}"))
     assert [row.dtypes.get(each) for each in row.results if not each.startswith("d_")] == ["float32"] * (
         3 if name == "cross_entropy" else 0)
+
+
+def test_a_gated_layer_is_planned_for_its_gate_its_math_and_its_biases(planned):
+    """Once for each. What is NULL in C is None."""
+    x = Operand()
+    wanted = [("silu", "fp32", x), ("silu", "tf32", x), ("gelu", "tf32", x), ("gelu", "tf32", None)]
+    for gate, math, bias in wanted * 2:
+        run_of(OPERATORS["gating"])(x, x, x, bias, x, gate, math)
+        run_of(OPERATORS["gating_backward"])(x, x, x, x, x, bias, gate, math)
+    assert planned == [(gate, math) for gate, math, _ in wanted for _ in range(2)]
+
+
+@pytest.mark.parametrize("numbers, words", [
+    (dict(gate="swish", math="fp32"), "gate is 'swish'; it has to be 'sigmoid' or 'silu' or 'gelu' or"),
+    (dict(gate="relu", math="tf32"), "math is 'tf32', but x is torch.float16; it has to be torch.float32"),
+])
+def test_a_gate_and_a_math_that_there_are_not(numbers, words):
+    operands = dict(x=Dense(3, 8), w1=Dense(8, 4), w2=Dense(8, 4), b1=None, b2=None)
+    with pytest.raises(ValueError, match=words):
+        OPERATORS["gating"].check(operands, numbers)
 
 
 def test_every_entry_point_is_called_with_shapes_in_turn():

@@ -134,6 +134,12 @@ template <int kNewest>
 __device__ inline void tensor_store_wait_read() {
   asm volatile("cp.async.bulk.wait_group.read %0;" ::"n"(kNewest) : "memory");
 }
+/// Waits until what they copy has also arrived in memory. Then this thread sees it, and can let
+/// other threads see it by a release.
+template <int kNewest>
+__device__ inline void tensor_store_wait() {
+  asm volatile("cp.async.bulk.wait_group %0;" ::"n"(kNewest) : "memory");
+}
 
 /// Two fences between ordinary accesses and those of the copy engine and of wgmma. After
 /// shared_fence() they see what this thread has written to shared memory. After global_fence() the

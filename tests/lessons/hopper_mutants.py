@@ -148,6 +148,11 @@ OTHERS = {
     BACKWARD: [
         (r"Stage& stage = (writer\.wait\(\))", "shared.pipeline.stage(writer.ring.stage)"),
         (r"shared\.dS\[(step % 2)\]\[box\]", "(step + 1) % 2"),
+        # In order: a count that nobody raises, or that lets others pass; sums that begin with what was there.
+        (r"count\.fetch_add\((1), cuda", "0"),
+        (r"count\.fetch_add\(1, (cuda::memory_order_release)\)", "cuda::memory_order_relaxed"),
+        (r"is_turn = (next\.load\(cuda::memory_order_acquire\) >= before)", "true"),
+        (r"(key_tile == 0) \? bulk_store", "false"),
         (r"(wait_for_previous_kernel\(\));\s+const float4", "static_cast<void>(0)"),
     ],
     # Planes that are read before they are there, or told of before whoever sees that sees them, too; a
@@ -377,6 +382,11 @@ RUNS = {
           "--kernel", "^(warp specialization|reduce-add)$"), 2),
         (("170", "--keys", "150", "--width", "128", "--heads", "2", "--kv-heads", "1", "--batch", "1", "--causal",
           "--kernel", "^(warp specialization|reduce-add)$"), 2),
+        # In order: three blocks of a head, one of which starts when another one has ended.
+        (("300", "--keys", "300", "--width", "64", "--heads", "2", "--kv-heads", "1", "--batch", "1", "--full",
+          "--kernel", "^deterministic$"), 2),
+        (("170", "--keys", "300", "--width", "128", "--heads", "2", "--kv-heads", "1", "--batch", "1", "--causal",
+          "--kernel", "^deterministic$"), 3),
     ],
     "operators_attention": [
         (("150", "--keys", "300", "--width", "64", "--heads", "4", "--batch", "1", "--causal", "--hard-rows",

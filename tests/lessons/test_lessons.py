@@ -796,6 +796,14 @@ def test_attention_backward(run, backend, shape, flags):
     assert ("tensor cores" in names) == ("reduce-add" in names) == (shape[-1] in (64, 128))
 
 
+@pytest.mark.parametrize("shape", [(200, 700, 2, 1, 64), (150, 500, 4, 4, 128)], ids=str)
+def test_attention_backward_in_order(run, backend, shape):
+    """Parts of many blocks; the bits are those of the first run, whoever else's may differ."""
+    result = run(BACKWARD, *attention_arguments(*shape), "--kernel", "^deterministic$", "--samples", 1, "--runs", 5)
+    rows = len(result.kernels)
+    assert result.stdout.count("deterministic: dQ has other bits in 0 of 5 more runs.") == rows > 0 or backend != "cpu"
+
+
 @pytest.mark.parametrize("flags", [("--fp16", "--full"), ("--full",), ("--causal",)])
 def test_attention_backward_of_hard_rows(run, backend, flags):
     arguments = attention_arguments(70, 150, 2, 1, 64, "--hard-rows", *flags)

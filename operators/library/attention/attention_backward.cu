@@ -38,6 +38,10 @@ struct Tensors {
 void check(const fk_attention_gradients& of) {
   check_attention(of, operators::attention::kBackwardWidth);
   check_multiple("width", of.width, 8);
+  if (of.deterministic != 0 && of.deterministic != 1) {
+    throw Refusal{FK_BAD_ARGUMENT,
+                  "deterministic is " + std::to_string(of.deterministic) + "; it has to be 0 or 1"};
+  }
   const int64_t tiles = primitives::ceil_div(of.queries, kBackwardQueries);
   if (of.batch * of.heads > (1 << 30) / kBackwardQueries / tiles) {
     throw Refusal{FK_BAD_SHAPE,
@@ -73,7 +77,8 @@ Operator operator_of(const fk_attention_gradients& of) {
           at.memory<T>(8, 0), by.d_out.all(),         by.q.all(),         by.k.all(),
           by.v.all(),         by.out.all(),           by.d_q.all(),       by.d_k.all(),
           by.d_v.all()};
-      return AttentionBackward<T>(workspace, operands, shape, of.scale).ways();
+      return AttentionBackward<T>(workspace, operands, shape, of.scale, of.deterministic == 1)
+          .ways();
     };
     return of.type == FK_FLOAT16 ? ways.template operator()<half>()
                                  : ways.template operator()<__nv_bfloat16>();

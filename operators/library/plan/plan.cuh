@@ -29,6 +29,7 @@ struct Given {
   size_t bytes;
   bool written;
   size_t alignment = 16;
+  bool optional = false;  ///< may be NULL, and is 0 bytes then
 };
 using Pointers = std::span<const void* const>;  // of a call's operands
 
@@ -181,6 +182,7 @@ inline void check_place(const Given& argument, int device) {
 /// Refuses the last argument. Those before it have been checked.
 inline void check_last(std::span<const Given> arguments, int device) {
   const Given& last = arguments.back();
+  if (!last.data && last.optional) return;
   if (!last.data) throw Refusal{FK_BAD_ARGUMENT, std::string(last.name) + " is NULL"};
   if (address(last.data) % last.alignment != 0) {
     throw Refusal{FK_BAD_ALIGNMENT, std::string(last.name) + ": the pointer is not aligned to " +
@@ -227,7 +229,9 @@ class Plan {
     known_allocations.are_of(key_.context());
     size_t count = 0;
     for (const Argument& each : task_.arguments) {
-      all[count] = {each.name, pointers[count], each.bytes, each.written};
+      const bool none = each.optional && !pointers[count];
+      all[count] = {each.name, pointers[count], none ? 0 : each.bytes, each.written,
+                    16,        each.optional};
       check_last({all, ++count}, key_.device());
     }
     if (bytes < needed_) {

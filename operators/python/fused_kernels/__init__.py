@@ -58,32 +58,39 @@ def product(a, b, math="fp32"):
     return calls["product"](a, b, math)
 
 
-def gating(x, w1, w2, b1, b2):
-    """sigmoid(x w1 + b1) * (x w2 + b2), the gated layer. Shapes: x (rows, inputs), w1 and w2 (inputs, hidden), b1 and
-    b2 (hidden); the result is (rows, hidden) and contiguous. Type: torch.float16 for all; added up in fp32.
+def gating(x, w1, w2, b1=None, b2=None, gate="sigmoid", math="fp32"):
+    """gate(x w1 + b1) * (x w2 + b2), the gated layer. Shapes: x (rows, inputs), w1 and w2 (inputs, hidden), b1 and b2
+    (hidden), each of which may be None, for zeros; the result is (rows, hidden) and contiguous. Type: torch.float16,
+    torch.bfloat16 or torch.float32 for all; added up in fp32.
 
-    Layout: rows of x may be further apart than they are long, a multiple of 16 bytes; weights and biases are
-    contiguous. (The weight of a torch.nn.Linear is (hidden, inputs): keep w.t().contiguous().)
+    gate: "sigmoid" (GLU), "silu" (SwiGLU), "gelu" (GEGLU, by erf), "gelu_tanh" (the same, by tanh), "relu" (ReGLU) or
+    "none", x w1 + b1 itself. math: how fp32 is multiplied, as product() has it; the 16-bit types take "fp32" alone. In
+    fp32 the layer is two products and a kernel after them: it is not fused.
 
-    torch.autocast: operands become of its type, if that is one of the above, but torch.float64 stays; with another type
-    they all stay as they are.
+    Layout: rows of x may be further apart than they are long, a multiple of 16 bytes, but with torch.float32 and
+    math="fp32" they are dense; weights and biases are contiguous. (The weight of a torch.nn.Linear is (hidden, inputs):
+    keep w.t().contiguous().)
 
-    Gradients: of all five, by gating_backward(), always all together; an incoming gradient that is not contiguous is
-    copied. There are no second derivatives.
+    torch.autocast: operands become of its type, if that is one of the above, but torch.float64 stays; with another
+    `math` than "fp32" they all stay as they are.
 
-    Raises a ValueError for shapes, types or layouts that are not these, and a RuntimeError for a GPU below compute
-    capability 8.0. Source: operators/gating; lessons 5 and 6 explain it."""
-    return calls["gating"](x, w1, w2, b1, b2)
+    Gradients: of all operands, by gating_backward(), always all together; an incoming gradient that is not contiguous
+    is copied. There are no second derivatives.
+
+    Raises a ValueError for shapes, types, layouts, a `gate` or a `math` that are not these, and a RuntimeError for a
+    GPU below compute capability 8.0 (torch.float32 with math="fp32": for none). Source: operators/gating; lessons 5
+    and 6 explain it."""
+    return calls["gating"](x, w1, w2, b1, b2, gate, math)
 
 
-def gating_backward(d_out, x, w1, w2, b1, b2):
+def gating_backward(d_out, x, w1, w2, b1=None, b2=None, gate="sigmoid", math="fp32"):
     """(d_x, d_w1, d_w2, d_b1, d_b2), the gradients of gating(). With s = x w1 + b1, v = x w2 + b2, d_s = d_out * v *
-    sigmoid(s) * (1 - sigmoid(s)) and d_v = d_out * sigmoid(s): d_x = d_s w1^T + d_v w2^T, d_w1 = x^T d_s, d_w2 = x^T
-    d_v, and d_b1 and d_b2 are the sums of the rows of d_s and d_v. Shapes: d_out that of the result, each gradient that
-    of what it is the gradient of. x w1, x w2, d_s and d_v are rounded to fp16 in between. Layout: rows of d_out may be
-    apart, as those of x; gradients are contiguous. Type and errors: as gating(). Gradients: none. Source:
-    operators/gating."""
-    return calls["gating_backward"](d_out, x, w1, w2, b1, b2)
+    the slope of the gate at s, and d_v = d_out * gate(s): d_x = d_s w1^T + d_v w2^T, d_w1 = x^T d_s, d_w2 = x^T d_v,
+    and d_b1 and d_b2 are the sums of the rows of d_s and d_v, or None where the bias is None. Shapes: d_out that of the
+    result, each gradient that of what it is the gradient of. In the 16-bit types x w1, x w2, d_s and d_v are rounded to
+    the type in between. Layout: rows of d_out may be apart, a multiple of 16 bytes; else as gating(), and gradients are
+    contiguous. Type, gate, math and errors: as gating(). Gradients: none. Source: operators/gating."""
+    return calls["gating_backward"](d_out, x, w1, w2, b1, b2, gate, math)
 
 
 def attention(q, k, v, causal=False, scale=None, log_sums=False):
@@ -106,8 +113,8 @@ def attention(q, k, v, causal=False, scale=None, log_sums=False):
 
     Gradients: of q, k and v, by attention_backward(), always all three, where width is a multiple of 8, at most 128,
     and strides are multiples of 8. What is not so is refused in the backward pass. log_sums have no gradient. An
-    incoming gradient that does not lie as the result does is copied, if it is not contiguous. There are no second
-    derivatives.
+    incoming gradient that does not lie as the result does is copied, if it is not contiguous. That of q has the same
+    bits in each call only after torch.use_deterministic_algorithms(True). There are no second derivatives.
 
     Raises a ValueError for shapes, types or layouts that are not these, and a RuntimeError for a GPU below compute
     capability 8.0 (fp16: 7.5). Source: operators/attention; the bonus lesson on attention explains it."""
@@ -116,17 +123,18 @@ def attention(q, k, v, causal=False, scale=None, log_sums=False):
     return (out, sums) if log_sums else out
 
 
-def attention_backward(d_out, q, k, v, out, log_sums, causal=False, scale=None):
+def attention_backward(d_out, q, k, v, out, log_sums, causal=False, scale=None, deterministic=False):
     """(d_q, d_k, d_v), the gradients of attention(), which has returned out and log_sums. For each head, with P =
     exp(scale q k^T - log_sums), 0 where `causal` hides a key, D = the sum of d_out * out over each row, and dS = P *
     (d_out v^T - D): d_q = scale dS k, d_k = scale dS^T q and d_v = P^T d_out, where d_k and d_v are added up over the
-    heads of q that share one of k and v. d_q is added up in an order that is another one in each call. Shapes: d_out
+    heads of q that share one of k and v. With `deterministic` d_q has the same bits in each call, which takes longer
+    where there are few queries and many keys; else its parts are added up in whatever order they come. Shapes: d_out
     that of out, each gradient that of what it is the gradient of, and its order of dimensions in memory. P and dS are
     rounded to the type in between. width is a multiple of 8, at most 128. Layout: as attention(), with strides that
     are multiples of 8; log_sums are contiguous. Type: as attention(). Errors: as attention(), but of fp16, too, a
     RuntimeError for a GPU below compute capability 8.0. Gradients: none. Source: operators/attention; the bonus lesson
     on the gradients of attention explains it."""
-    return calls["attention_backward"](d_out, q, k, v, out, log_sums, causal, scale)
+    return calls["attention_backward"](d_out, q, k, v, out, log_sums, causal, scale, deterministic)
 
 
 def diffusion(x, basis, mass, evalues, times):

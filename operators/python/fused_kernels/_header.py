@@ -12,6 +12,7 @@ FK_LABEL_INT64, FK_LABEL_INT32 = 0, 1  # fk_label_type
  FK_GRADIENTS_BACKWARD, FK_CLIFFORD_FORWARD, FK_CLIFFORD_BACKWARD, FK_CLIFFORD_CONNECTED_FORWARD,
  FK_CLIFFORD_CONNECTED_BACKWARD, FK_CROSS_ENTROPY_FORWARD, FK_CROSS_ENTROPY_BACKWARD,
  FK_ATTENTION_BACKWARD) = range(1, 19)  # fk_function
+(FK_GATE_SIGMOID, FK_GATE_SILU, FK_GATE_GELU, FK_GATE_GELU_TANH, FK_GATE_RELU, FK_GATE_NONE) = range(6)  # fk_gate
 
 INT, INT64, SIZE, POINTER = ctypes.c_int, ctypes.c_int64, ctypes.c_size_t, ctypes.c_void_p
 
@@ -25,7 +26,8 @@ def _struct(name, *fields):
 fk_strides = _struct("fk_strides", (INT64, "batch row head"))
 fk_product = _struct("fk_product", (SIZE, "size"), (INT, "type"),
                      (INT64, "rows cols depth a_stride b_stride c_stride"))
-fk_gating = _struct("fk_gating", (SIZE, "size"), (INT, "type"), (INT64, "rows inputs hidden x_stride out_stride"))
+fk_gating = _struct("fk_gating", (SIZE, "size"), (INT, "type"), (INT64, "rows inputs hidden x_stride out_stride"),
+                    (INT, "gate"))
 fk_attention = _struct("fk_attention", (SIZE, "size"), (INT, "type causal"),
                        (INT64, "batch queries keys heads kv_heads width"),
                        (fk_strides, "q_strides k_strides v_strides out_strides"), (ctypes.c_float, "scale"))
@@ -33,7 +35,7 @@ fk_attention_gradients = _struct(
     "fk_attention_gradients", (SIZE, "size"), (INT, "type causal"),
     (INT64, "batch queries keys heads kv_heads width"),
     (fk_strides, "q_strides k_strides v_strides out_strides d_out_strides d_q_strides d_k_strides d_v_strides"),
-    (ctypes.c_float, "scale"))
+    (ctypes.c_float, "scale"), (INT64, "deterministic"))
 fk_diffusion = _struct("fk_diffusion", (SIZE, "size"), (INT, "type"), (INT64, "meshes vertices eigen width"))
 fk_softmax = _struct("fk_softmax", (SIZE, "size"), (INT, "type"), (INT64, "rows inputs classes"), (INT, "label_type"))
 fk_gradients = _struct("fk_gradients", (SIZE, "size"), (INT, "type"), (INT64, "vertices eigen width"))

@@ -6,9 +6,10 @@ import dataclasses
 import functools
 import typing
 
-from ._header import (FK_BFLOAT16, FK_FLOAT16, FK_FLOAT32, FK_LABEL_INT32, FK_LABEL_INT64, FK_TF32, FK_TF32X3,
-                      fk_attention, fk_attention_gradients, fk_clifford, fk_diffusion, fk_gating, fk_gradients,
-                      fk_product, fk_softmax, fk_strides)
+from ._header import (FK_BFLOAT16, FK_FLOAT16, FK_FLOAT32, FK_GATE_GELU, FK_GATE_GELU_TANH, FK_GATE_NONE, FK_GATE_RELU,
+                      FK_GATE_SIGMOID, FK_GATE_SILU, FK_LABEL_INT32, FK_LABEL_INT64, FK_TF32, FK_TF32X3, fk_attention,
+                      fk_attention_gradients, fk_clifford, fk_diffusion, fk_gating, fk_gradients, fk_product, fk_softmax,
+                      fk_strides)
 
 # Numbers are part of what a plan is found by. So they are converted first: a tensor as a key would be compared by
 # identity, and its first value would be used for ever. Of each type in a schema, the expression that converts:
@@ -181,17 +182,26 @@ def of_heads(name, sizes, strides):
 HALF, BRAIN, SINGLE = {"float16": FK_FLOAT16}, {"bfloat16": FK_BFLOAT16}, {"float32": FK_FLOAT32}
 LABELS = {"int64": FK_LABEL_INT64, "int32": FK_LABEL_INT32}
 MATH = {"fp32": FK_FLOAT32, "tf32": FK_TF32, "tf32x3": FK_TF32X3}  # of operands in fp32
+GATES = {"sigmoid": FK_GATE_SIGMOID, "silu": FK_GATE_SILU, "gelu": FK_GATE_GELU, "gelu_tanh": FK_GATE_GELU_TANH,
+         "relu": FK_GATE_RELU, "none": FK_GATE_NONE}
 # The algebras of the Clifford products: (p, q, r), how many basis vectors square to 1, to -1 and to 0 -> how many
 # triples of grades there are.
 TRIPLES = {(2, 0, 0): 10, (3, 0, 0): 20, (3, 0, 1): 34, (1, 3, 0): 35, (4, 1, 0): 56}
 
 
-def type_of_product(fields, operands, numbers):
-    math, a = numbers["math"], operands["a"]
+def type_of_product(fields, operands, numbers, left="a"):
+    """left: the name of the left factor."""
+    math = numbers["math"]
     check(math in MATH, f"math is {math!r}; it has to be {' or '.join(map(repr, MATH))}")
     check(math == "fp32" or fields["type"] == FK_FLOAT32,
-          f"math is {math!r}, but a is {a.dtype}; it has to be torch.float32")
+          f"math is {math!r}, but {left} is {operands[left].dtype}; it has to be torch.float32")
     return {"type": MATH[math]} if fields["type"] == FK_FLOAT32 else {}
+
+
+def type_and_gate(fields, operands, numbers):
+    gate = numbers["gate"]
+    check(gate in GATES, f"gate is {gate!r}; it has to be {' or '.join(map(repr, GATES))}")
+    return {"gate": GATES[gate]} | type_of_product(fields, operands, numbers, "x")
 
 
 def gradients_of_product(ctx, d):
@@ -230,9 +240,11 @@ PRODUCT = Operator(
     autocast=lambda math: math == "fp32", backward=gradients_of_product)
 
 GATING = Operator(
-    name="gating", function="fk_gating_forward", struct=fk_gating, types=HALF, reads="x w1 w2 b1 b2", writes="out",
+    name="gating", function="fk_gating_forward", struct=fk_gating, types=HALF | BRAIN | SINGLE,
+    reads="x w1 w2 b1? b2?", writes="out",
     shapes=dict(x="rows inputs", w1="inputs hidden", w2="inputs hidden", b1="hidden", b2="hidden", out="rows hidden"),
-    strides=dict(x="x_stride"), autocast=lambda *numbers: True, backward="gating_backward")
+    strides=dict(x="x_stride"), numbers=dict(gate=("str", "sigmoid"), math=("str", "fp32")), finish=type_and_gate,
+    autocast=lambda gate, math: math == "fp32", backward="gating_backward")
 
 ATTENTION = Operator(
     name="attention", function="fk_attention_forward", struct=fk_attention, types=HALF | BRAIN,
@@ -287,13 +299,13 @@ CLIFFORD_CONNECTED = dataclasses.replace(
 OPERATORS = {each.name: each for each in (
     PRODUCT,
     GATING,
-    gradients_of(GATING, "fk_gating_backward", "d_out x w1 w2 b1 b2", "d_x d_w1 d_w2 d_b1 d_b2", "the gated layer",
-                 strides=dict(x="x_stride", d_out="out_stride")),
+    gradients_of(GATING, "fk_gating_backward", "d_out x w1 w2 b1? b2?", "d_x d_w1 d_w2 d_b1? d_b2?",
+                 "the gated layer", strides=dict(x="x_stride", d_out="out_stride")),
     ATTENTION,
     gradients_of(ATTENTION, "fk_attention_backward", "d_out q k v out log_sums", "d_q d_k d_v", "attention",
                  struct=fk_attention_gradients, like=dict(d_q="q", d_k="k", d_v="v"),
                  strides={each: f"{each}_strides" for each in "q k v out d_out d_q d_k d_v".split()},
-                 numbers=dict(list(ATTENTION.numbers.items())[:2])),
+                 numbers=dict(list(ATTENTION.numbers.items())[:2]) | dict(deterministic=("bool", False))),
     DIFFUSION,
     gradients_of(DIFFUSION, "fk_diffusion_backward", "d_out d_spectral basis mass evalues times spectral",
                  "d_x d_times", "the diffusion", first="d_out basis mass evalues times"),

@@ -311,10 +311,12 @@ def _backward_of(row):
             saved |= {each: result for each, result in zip(row.returned, again) if each in kept}
         arrived = [d if each in row.like and d.stride() == saved[each].stride() else d.contiguous()
                    for each, d in incoming.items()]
+        if "deterministic" in own.numbers:
+            numbers["deterministic"] = torch.are_deterministic_algorithms_enabled()
         found = calls[own.name](*arrived, *saved.values(), *[numbers[each] for each in own.numbers])
         found = dict(zip(own.results, found))
         return (*[found.get(f"d_{each}") if is_needed else None
-                  for each, is_needed in zip(row.operands, ctx.needs_input_grad)], *[None] * len(numbers))
+                  for each, is_needed in zip(row.operands, ctx.needs_input_grad)], *[None] * len(row.numbers))
 
     return backward
 

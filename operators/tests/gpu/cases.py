@@ -67,7 +67,8 @@ class Case:
     operands: typing.Callable  # of a seed
     check: typing.Callable  # of operands and what `run` has returned
     wants_gradients: tuple = ()  # of which operands there are gradients
-    more: tuple = ()  # what `run` is given after the operands
+    more: tuple = ()  # what the operator is given after the operands
+    formula: typing.Callable = None  # of operands in fp64, where the name of the function does not say it
 
     def __str__(self):
         return self.name
@@ -103,51 +104,92 @@ def product(rows, cols, depth, dtype, row_stride=None, math="fp32"):
 # ---- Gated layer --------------------------------------------------------------------------------------------------
 
 
-def gating_in_fp64(x, w1, w2, b1, b2):
-    return torch.sigmoid(x @ w1 + b1) * (x @ w2 + b2)
+GATES = {"sigmoid": torch.sigmoid, "silu": torch.nn.functional.silu, "gelu": torch.nn.functional.gelu,
+         "gelu_tanh": lambda s: torch.nn.functional.gelu(s, approximate="tanh"), "relu": torch.relu,
+         "none": lambda s: s}
+# How much the slope of a gate changes with s, at most: by as much more is it off where s is rounded.
+BENDS = {"sigmoid": 0, "silu": 0.5, "gelu": 0.8, "gelu_tanh": 0.8, "relu": 0, "none": 0}
 
 
-def check_gating(operands, out):
-    expected = gating_in_fp64(*(each.double() for each in operands))
-    assert out.dtype == FP16
-    near("out", out, expected, 1.01 * ROUNDING[FP16] * expected.abs() + 2.0**-25)
+def gating_in_fp64(x, w1, w2, b1=0, b2=0, gate="sigmoid"):
+    return GATES[gate](x @ w1 + b1) * (x @ w2 + b2)
 
 
-def gating(rows, inputs, hidden, row_stride=None):
+def check_gating(operands, out, gate="sigmoid"):
+    x, w1, w2, *biases = (each.double() for each in operands)
+    expected, value = gating_in_fp64(x, w1, w2, *biases, gate=gate), (x @ w2 + (biases[1] if biases else 0)).abs()
+    assert out.dtype == operands[0].dtype
+    if out.dtype == FP32:  # some roundings, of the result, and of a sigmoid that is at most 1
+        return near("out", out, expected, 2.0**-20 * expected.abs() + 2.0**-21 * value)
+    rounding = 1.01 * ROUNDING[out.dtype] + (2.0**-16 if gate == "gelu" else 0)  # erf is wrong by 2^-17, and 2^-28
+    least = 2.0**-25 if out.dtype == FP16 else 0
+    near("out", out, expected, rounding * expected.abs() + 2.0**-27 * value + least)
+
+
+def gating_name(function, sizes, dtype, row_stride, gate, biases, math):
+    return "-".join([f"{function}-{'x'.join(map(str, sizes))}", *([f"stride={row_stride}"] if row_stride else []),
+                     *([str(dtype)[6:]] if dtype != FP16 else []), *([gate] if gate != "sigmoid" else []),
+                     *([] if biases else ["unbiased"]), *([math] if math != "fp32" else [])])
+
+
+def gating(rows, inputs, hidden, row_stride=None, dtype=FP16, gate="sigmoid", biases=True, math="fp32"):
+    """Each math of fp32 is exact for these operands."""
     def operands(seed=0):
-        x = numbers(rows, row_stride or inputs, dtype=FP16, seed=seed)[:, :inputs]
-        weights = [numbers(inputs, hidden, dtype=FP16, seed=seed + i, scale=0.5) for i in (1, 2)]
-        return x, *weights, *(numbers(hidden, dtype=FP16, seed=seed + i) for i in (3, 4))
+        x = numbers(rows, row_stride or inputs, dtype=dtype, seed=seed)[:, :inputs]
+        weights = [numbers(inputs, hidden, dtype=dtype, seed=seed + i, scale=0.5) for i in (1, 2)]
+        return x, *weights, *(numbers(hidden, dtype=dtype, seed=seed + i) for i in (3, 4) if biases)
 
-    name = f"gating-{rows}x{inputs}x{hidden}" + (f"-stride={row_stride}" if row_stride else "")
-    return Case(name, fused_kernels.gating, operands, check_gating, (0, 1, 2, 3, 4))
+    def run(*operands):
+        return fused_kernels.gating(*operands, **options)
+
+    def check(operands, out):
+        check_gating(operands, out, gate)
+
+    options = {} if (gate, math) == ("sigmoid", "fp32") else dict(gate=gate, math=math)
+    more = (*(() if biases else (None, None)), *options.values())
+    name = gating_name("gating", (rows, inputs, hidden), dtype, row_stride, gate, biases, math)
+    return Case(name, run if options else fused_kernels.gating, operands, check, tuple(range(5 if biases else 3)), more,
+                lambda *operands: gating_in_fp64(*operands, gate=gate))
 
 
 @torch.no_grad()
-def gating_gradient_sizes(d_out, x, w1, w2, b1, b2):
+def gating_gradient_sizes(d_out, x, w1, w2, b1=0, b2=0, gate="sigmoid"):
     """What the terms of each number of the gated layer's gradients amount to, without their signs, in fp64."""
-    gate, values = torch.sigmoid(x @ w1 + b1), x @ w2 + b2
-    d_s, d_v = (d_out * values * gate * (1 - gate)).abs(), (d_out * gate).abs()
+    s, values = x @ w1 + b1, x @ w2 + b2
+    with torch.enable_grad():
+        at = s.clone().requires_grad_()
+        (slope,) = torch.autograd.grad(GATES[gate](at).sum(), at)
+    d_s = (d_out * values).abs() * (slope.abs() + BENDS[gate] * s.abs())
+    d_v = (d_out * GATES[gate](s)).abs()
     return (d_s @ w1.abs().T + d_v @ w2.abs().T, x.abs().T @ d_s, x.abs().T @ d_v, d_s.sum(0), d_v.sum(0))
 
 
-def gating_backward(rows, inputs, hidden, row_stride=None):
+def gating_backward(rows, inputs, hidden, row_stride=None, dtype=FP16, gate="sigmoid", biases=True, math="fp32"):
     def operands(seed=0):
-        d_out = numbers(rows, hidden, dtype=FP16, seed=seed + 7)
-        return d_out, *gating(rows, inputs, hidden, row_stride).operands(seed)
+        d_out = numbers(rows, hidden, dtype=dtype, seed=seed + 7)
+        return d_out, *gating(rows, inputs, hidden, row_stride, dtype, gate, biases).operands(seed)
+
+    def run(*operands):
+        found = fused_kernels.gating_backward(*operands, **options)
+        assert biases or found[3:] == (None, None)
+        return found if biases else found[:3]
 
     def check(operands, result):
         d_out, *rest = (each.detach().double() for each in operands)
         rest = [each.requires_grad_() for each in rest]
-        expected = torch.autograd.grad(gating_in_fp64(*rest), rest, d_out)
-        for found, other, size in zip(result, expected, gating_gradient_sizes(d_out, *rest), strict=True):
-            assert found.dtype == FP16
-            assert bool(((found - other).abs() <= 8 * ROUNDING[FP16] * size).all())
+        expected = torch.autograd.grad(gating_in_fp64(*rest, gate=gate), rest, d_out)
+        sizes = gating_gradient_sizes(d_out, *rest, gate=gate)
+        # Some roundings of factors; products of fp32 round no sums of these operands.
+        rounding = ROUNDING[dtype] if dtype != FP32 else {"fp32": 2.0**-20, "tf32": 2.0**-10, "tf32x3": 2.0**-18}[math]
+        for found, other, size in zip(result, expected, sizes[:len(rest)], strict=True):
+            assert found.dtype == dtype
+            assert bool(((found - other).abs() <= 8 * rounding * size).all())
             if found.numel() > 1:  # the terms of a single number may cancel each other
-                alike(found, other, 8)
+                alike(found, other, 8 * rounding / ROUNDING[dtype])
 
-    name = f"gating_backward-{rows}x{inputs}x{hidden}" + (f"-stride={row_stride}" if row_stride else "")
-    return Case(name, fused_kernels.gating_backward, operands, check)
+    options = {} if (gate, math) == ("sigmoid", "fp32") else dict(gate=gate, math=math)
+    name = gating_name("gating_backward", (rows, inputs, hidden), dtype, row_stride, gate, biases, math)
+    return Case(name, run, operands, check, more=(*(() if biases else (None, None)), *options.values()))
 
 
 # ---- Attention ----------------------------------------------------------------------------------------------------
@@ -615,6 +657,15 @@ CASES = [
         (512, 1024, 640, None), (3000, 2000, 100, None), (21, 70, 13, 76), (700, 301, 257, 304))),
     *(gating(*sizes) for sizes in ((1, 1, 1), (65, 7, 9), (33, 65, 130), (1001, 129, 257))),
     gating(24, 40, 36, row_stride=56), gating_backward(24, 40, 36, row_stride=56),
+    *(make(*sizes, dtype=dtype, gate=gate) for make in (gating, gating_backward) for dtype in (FP16, BF16)
+      for gate in GATES for sizes in ((136, 72, 136), (1001, 129, 257))
+      if (gate, make) != ("relu", gating_backward) or dtype == FP16),  # s that is rounded to another sign
+    *(make(*sizes, dtype=BF16, gate="silu", biases=False) for make in (gating, gating_backward)
+      for sizes in ((1, 1, 1), (65, 7, 9), (2048, 128, 64), (300, 1024, 2816))),
+    *(make(257, 136, 129, dtype=FP32, gate=gate, math=math) for make in (gating, gating_backward) for gate in GATES
+      for math in ("fp32", "tf32", "tf32x3")),
+    *(make(24, 40, 36, row_stride=56, dtype=FP32, gate="gelu", biases=False, math="tf32")
+      for make in (gating, gating_backward)),
     *(gating_backward(*sizes) for sizes in ((1, 1, 1), (65, 7, 9), (33, 65, 130), (1001, 129, 257))),
     *(make(*sizes) for make in (softmax_backward, cross_entropy, cross_entropy_backward)
       for sizes in ((1, 1, 1), (65, 7, 9), (33, 65, 130), (3, 20, 9001), (2101, 12, 10), (30001, 64, 36),
@@ -654,6 +705,8 @@ IN_TURN = [
     *([product(*sizes, dtype) for sizes in ((257, 333, 129), (1, 8, 8), (1001, 515, 777))] for dtype in (FP16, FP32)),
     [product(*sizes, FP32, math="tf32x3") for sizes in ((257, 333, 129), (1, 8, 8), (1001, 515, 777))],
     *([make(*sizes) for sizes in ((1001, 129, 257), (3, 8, 8), (200, 64, 64))] for make in (gating, gating_backward)),
+    *([make(*sizes, dtype=BF16, gate="silu") for sizes in ((1001, 129, 257), (3, 8, 8), (200, 64, 64))]
+      for make in (gating, gating_backward)),
     [attention(2, *sizes, BF16) for sizes in ((129, 257, 4, 2, 128), (5, 9, 4, 2, 24), (3, 300, 2, 2, 200))],
     [attention_backward(2, *sizes, BF16) for sizes in ((129, 257, 4, 2, 128), (5, 9, 4, 2, 24), (3, 300, 2, 2, 64))],
     *([make(*sizes) for sizes in ((5001, 128, 256), (1, 8, 8), (700, 32, 264))]
@@ -667,6 +720,7 @@ IN_TURN = [
 EACH = [  # one of each function, of the product one of each type and math, and of softmax two types
     *(product(257, 136, 129, dtype) for dtype in (FP16, BF16, FP32)),
     *(product(257, 136, 129, FP32, math=math) for math in ("tf32", "tf32x3")), gating(257, 129, 136),
+    gating(257, 136, 129, dtype=BF16, gate="silu", biases=False), gating(257, 136, 129, dtype=FP32, math="tf32"),
     attention(2, 129, 257, 4, 2, 64, BF16, causal=True), attention_backward(2, 129, 257, 4, 2, 64, BF16, causal=True),
     diffusion(1234, 64, 72, meshes=(2,)),
     diffusion_backward(1234, 64, 72, meshes=(2,)), softmax(129, 65, 257), gradient_features(1234, 64, 72),

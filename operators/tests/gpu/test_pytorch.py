@@ -23,7 +23,7 @@ if "FUSED_KERNELS_LIBRARY" not in os.environ and not BUILT.exists():
 import alone
 import cases
 from cases import (BF16, CASES, EACH, FP16, FP32, alike, binding, check_diffusion_backward, differentiable,
-                   diffusion_in_fp64, fused_kernels, gating_in_fp64, numbers, tensors)
+                   diffusion_in_fp64, fused_kernels, numbers, tensors)
 
 OPERATORS = fused_kernels._table.OPERATORS
 SECONDS = 90  # of a test, before the process is ended
@@ -274,7 +274,14 @@ def row_of(case):
     return OPERATORS[case.name.split("-")[0]]
 
 
-@pytest.mark.parametrize("case", [case for case in EACH if not row_of(case).autocast or case.more], ids=str)
+def is_converted(case):
+    """Whether torch.autocast changes its operands."""
+    row = row_of(case)
+    numbers = case.more[-len(row.numbers):] or [default for _, default in row.numbers.values()]
+    return bool(row.autocast) and row.autocast(*numbers)
+
+
+@pytest.mark.parametrize("case", [case for case in EACH if not is_converted(case)], ids=str)
 def test_autocast_changes_nothing(case):
     """Of most functions; and of a product whose `math` is one of fp32."""
     operands = case.operands()
@@ -290,16 +297,8 @@ AUTOCAST = {"product": cases.product(65, 40, 24, FP16), "gating": cases.gating(6
 @pytest.mark.parametrize("dtype", [FP16, BF16], ids=str)
 @pytest.mark.parametrize("name", AUTOCAST)
 def test_autocast(name, dtype):
-    """fp32 becomes autocast's type, in the function, the operator and a compiled program, and gradients are fp32's. A
-    type that the operator does not take is none to convert to: then operands stay as they are."""
+    """fp32 becomes autocast's type, in the function, the operator and a compiled program, and gradients are fp32's."""
     case, function = AUTOCAST[name], getattr(fused_kernels, name)
-    if str(dtype)[6:] not in OPERATORS[name].types:
-        operands = case.operands()
-        with torch.autocast("cuda", dtype=dtype):
-            case.check(operands, function(*operands))
-            with pytest.raises(ValueError, match="is torch.float32; it has to be torch.float16"):
-                function(*(each.float() for each in operands))
-        return
     single = [each.float().requires_grad_() for each in case.operands()]
     converted = [each.detach().to(dtype).requires_grad_() for each in single]
     expected = function(*converted)
@@ -405,10 +404,11 @@ def test_gradients_by_pytorch(case):
     result = case.run(*operands)
     d = numbers(*result.shape, dtype=result.dtype, seed=11)
     found = torch.autograd.grad(result, wanted, d)
-    function = {"product": torch.matmul, "gating": gating_in_fp64,
-                "softmax": lambda x, w: torch.softmax(x @ w, 1), "cross_entropy": cases.cross_entropy_in_fp64,
-                **dict.fromkeys(("clifford", "clifford_connected"),
-                                lambda *each: cases.clifford_in_fp64(*each, (3, 0, 0), True))}[case.name.split("-")[0]]
+    function = case.formula or {
+        "product": torch.matmul, "softmax": lambda x, w: torch.softmax(x @ w, 1),
+        "cross_entropy": cases.cross_entropy_in_fp64,
+        **dict.fromkeys(("clifford", "clifford_connected"),
+                        lambda *each: cases.clifford_in_fp64(*each, (3, 0, 0), True))}[case.name.split("-")[0]]
     for one, other, operand in zip(found, in_fp64(function, operands, wanted, [d]), wanted):
         assert one.dtype == operand.dtype
         rounded = 2.0**16 if case.name.startswith("clifford_connected") else 2048  # in TF32
@@ -692,8 +692,14 @@ def refusals():
             half(4, 8), half(16, 8).t(), half(8, 16), half(16), half(16))),
         ("bias", ValueError, r"b2 has the shape \(8,\)",
          lambda: k.gating(half(4, 8), half(8, 16), half(8, 16), half(16), half(8))),
-        ("gated layer in bf16", ValueError, "x is torch.bfloat16", lambda: k.gating(
-            brain(4, 8), brain(8, 16), brain(8, 16), brain(16), brain(16))),
+        ("gated layer in fp64", ValueError, "x is torch.float64", lambda: k.gating(
+            half(4, 8).double(), half(8, 16).double(), half(8, 16).double())),
+        ("a gate that there is not", ValueError, "gate is 'swish'; it has to be 'sigmoid' or 'silu'",
+         lambda: k.gating(half(4, 8), half(8, 16), half(8, 16), gate="swish")),
+        ("gated layer in TF32 of bf16", ValueError, "math is 'tf32', but x is torch.bfloat16",
+         lambda: k.gating(brain(4, 8), brain(8, 16), brain(8, 16), math="tf32")),
+        ("gradients of a bias of another type", ValueError, "b1 is torch.float32", lambda: k.gating_backward(
+            half(4, 16), half(4, 8), half(8, 16), half(8, 16), half(16).float())),
         ("heads", ValueError, "kv_heads", lambda: k.attention(q, q[:, :, :3], q[:, :, :3])),
         ("width", ValueError, "width is 264", lambda: k.attention(*[half(1, 2, 2, 264)] * 3)),
         ("scale", ValueError, "scale is", lambda: k.attention(q, q, q, scale=0.0)),

@@ -1,0 +1,118 @@
+// The gated layer in fp32: two products of operators/product, however these multiply, and a kernel
+// that makes out of their results. So x is read twice, and both sums go to memory and come back:
+// nothing is fused here. What this costs beside a fused kernel is 16 bytes for each element of out.
+#pragma once
+
+#include <algorithm>
+#include <functional>
+#include <string>
+#include <vector>
+
+#include "operators/estimate.h"
+#include "operators/gating/gate.cuh"
+#include "operators/gating/gating.h"
+#include "operators/gating/resident.cuh"
+#include "operators/product/shape.h"
+
+namespace operators::gating {
+
+/// The ways to compute a product, of which each is many kernels, so that a program has them once.
+template <typename T>
+using ProductWays =
+    std::function<std::vector<Way>(const Workspace&, const Memory<T>&, const Memory<T>&,
+                                   const Memory<T>&, product::ProductShape, product::RowStrides)>;
+
+/// The way of a product that should be the fastest; one without a launch if there is none.
+template <typename T>
+Way best_product(const Workspace& workspace, const ProductWays<T>& multiply, const Memory<T>& a,
+                 const Memory<T>& b, const Memory<T>& c, product::ProductShape shape,
+                 product::RowStrides strides = {}) {
+  Workspace own = workspace;
+  own.only.clear();  // a name of the whole layer's ways
+  const std::vector<Way> ways = multiply(own, a, b, c, shape, strides);
+  const auto best = std::min_element(
+      ways.begin(), ways.end(),
+      [](const Way& one, const Way& other) { return one.microseconds < other.microseconds; });
+  if (best == ways.end()) return {};
+  return *best;
+}
+
+inline constexpr int kGateCols = 64, kGateRows = 8;  ///< columns of a block; rows at a time
+
+/// How rows are divided among the blocks of a kernel of gates.
+struct GateSlices {
+  unsigned columns, count;
+  int64_t rows;  ///< of a block
+
+  GateSlices(int64_t all_rows, int64_t cols) {
+    using primitives::ceil_div;
+    columns = primitives::blocks_for(cols, kGateCols);
+    const int64_t fill = std::max<int64_t>(1, 4 * primitives::multiprocessors() / columns);
+    rows = ceil_div(all_rows, std::min(fill, ceil_div(all_rows, int64_t{64})));
+    count = primitives::blocks_for(all_rows, rows);
+  }
+  dim3 blocks() const { return dim3(columns, count); }
+};
+
+/// What apply_gates works on: s and v (rows, hidden), dense.
+struct GatesToApply {
+  const float *s, *v, *b1, *b2;
+  float* out;
+  int64_t out_stride, rows, slice;  ///< rows of a block
+  int hidden;
+  Gate gate;
+};
+
+/// out = gate(s + b1) * (v + b2). A block has 64 columns of its slice, and a thread one of them in
+/// every fourth row, so that a warp reads and writes whole lines.
+__global__ void __launch_bounds__(kGateCols / 2 * kGateRows) apply_gates(const GatesToApply in) {
+  const int col = static_cast<int>(blockIdx.x) * kGateCols + static_cast<int>(threadIdx.x);
+  if (col >= in.hidden) return;
+  const int64_t first = blockIdx.y * in.slice, end = min(in.rows, first + in.slice);
+  const float b1 = in.b1 != nullptr ? in.b1[col] : 0, b2 = in.b2 != nullptr ? in.b2[col] : 0;
+  with_gate(in.gate, [&]<Gate kGate>() {
+    for (int64_t row = first + threadIdx.y; row < end; row += blockDim.y) {
+      const int64_t at = row * in.hidden + col;
+      in.out[row * in.out_stride + col] =
+          gate_at<float, kGate>(in.s[at] + b1).value * (in.v[at] + b2);
+    }
+  });
+}
+
+/// The layer's one way, or none where a product has none. Rows of x are as far apart as `multiply`
+/// can read them.
+class UnfusedLayer {
+ public:
+  UnfusedLayer(const Workspace& workspace, const GatingMemory<float>& of, const GatingShape& shape,
+               const ProductWays<float>& multiply) {
+    const auto count = static_cast<size_t>(shape.rows * shape.hidden);
+    const auto s = workspace.any<float>(count), v = workspace.any<float>(count);
+    const product::ProductShape sizes{static_cast<int>(shape.rows), static_cast<int>(shape.hidden),
+                                      static_cast<int>(shape.channels)};
+    const product::RowStrides strides{of.x_stride, 0, 0};
+    const Way gates = best_product(workspace, multiply, of.x, of.W1, s, sizes, strides);
+    const Way values = best_product(workspace, multiply, of.x, of.W2, v, sizes, strides);
+    if (!gates.launch || !values.launch) return;
+    const auto apply = [=, stream = workspace.stream] {
+      const GateSlices slices(shape.rows, shape.hidden);
+      const GatesToApply in{
+          s,          v,           of.b1,
+          of.b2,      of.out,      of.out_stride != 0 ? of.out_stride : shape.hidden,
+          shape.rows, slices.rows, static_cast<int>(shape.hidden),
+          of.gate};
+      apply_gates<<<slices.blocks(), dim3(kGateCols, kGateRows / 2), 0, stream>>>(in);
+    };
+    ways_.push_back({"two products and their gates after them; " + gates.name,
+                     gates.microseconds + values.microseconds + kFirstLaunch +
+                         12 * static_cast<double>(count) / memory_rate(),
+                     [=] { gates.launch(), values.launch(), apply(); },
+                     std::max(gates.shared_bytes, values.shared_bytes)});
+  }
+
+  const std::vector<Way>& ways() const { return ways_; }
+
+ private:
+  std::vector<Way> ways_;
+};
+
+}  // namespace operators::gating
