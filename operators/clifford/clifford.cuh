@@ -23,16 +23,20 @@ __device__ inline float gate(float s) { return 0.5f + 0.5f * erff(s * 0.70710678
 // is little where the density is not almost 0.
 __device__ inline float gate_slope(float s) { return 0.39894228f * __expf(-0.5f * s * s); }
 
-// Both gates are factors of the whole product: z = gate(x_0) gate(y_0) (x y).
+// Both gates are factors of the whole product: z = gate(x_0) gate(y_0) (x y). A layer that is not
+// gated has the gate 1, that of a large number. (To choose between the gate and 1 took the backward
+// kernels registers that they do not have.)
+constexpr float kOpen = 1e30f;
+
 template <int W>
 struct Gates {
   Pack<W> x, y;
 
-  __device__ __forceinline__ Gates(const Pack<W>& x_0, const Pack<W>& y_0) {
+  __device__ __forceinline__ Gates(const Pack<W>& x_0, const Pack<W>& y_0, bool gated = true) {
 #pragma unroll
     for (int e = 0; e < W; ++e) {
-      x.v[e] = gate(x_0.v[e]);
-      y.v[e] = gate(y_0.v[e]);
+      x.v[e] = gate(gated ? x_0.v[e] : kOpen);
+      y.v[e] = gate(gated ? y_0.v[e] : kOpen);
     }
   }
   __device__ __forceinline__ Pack<W> product() const {
@@ -145,6 +149,20 @@ __device__ __forceinline__ void add_squares(const Multivectors<A, W>& z,
   });
 }
 
+// Divides each grade by its rms, from these sums over the row.
+template <typename A, int W>
+__device__ __forceinline__ void divide_by_rms(Multivectors<A, W>& z,
+                                              const FeatureSums<A::kGrades>& sums,
+                                              const Layer& layer) {
+  unroll<0, A::kGrades>([&](auto c) {
+    const float r = inverse_rms(sums.value[c], layer);
+    unroll<A::first(c), A::first(c + 1)>([&](auto k) {
+#pragma unroll
+      for (int e = 0; e < W; ++e) z.blade[k].v[e] *= r;
+    });
+  });
+}
+
 // ---- One multivector in memory ------------------------------------------------------------------
 
 template <typename A>
@@ -179,17 +197,21 @@ struct Weights {
   }
 };
 
+template <typename A, int W>
+__device__ __forceinline__ void multiply_by(Multivectors<A, W>& z, const Pack<W>& factor) {
+  unroll<0, A::kBlades>([&](auto k) {
+#pragma unroll
+    for (int e = 0; e < W; ++e) z.blade[k].v[e] *= factor.v[e];
+  });
+}
+
 // z before the norm.
 template <typename A, int W, typename Weight>
 __device__ __forceinline__ Multivectors<A, W> gated_product(const Multivectors<A, W>& x,
                                                             const Multivectors<A, W>& y,
-                                                            const Weight& weight) {
+                                                            const Weight& weight, bool gated) {
   Multivectors<A, W> z = weighted_product(x, y, weight);
-  const Pack<W> gates = Gates<W>(x.blade[0], y.blade[0]).product();
-  unroll<0, A::kBlades>([&](auto k) {
-#pragma unroll
-    for (int e = 0; e < W; ++e) z.blade[k].v[e] *= gates.v[e];
-  });
+  multiply_by(z, Gates<W>(x.blade[0], y.blade[0], gated).product());
   return z;
 }
 
@@ -244,13 +266,18 @@ __device__ __forceinline__ Multivectors<A, W> gradient_of_product(const Multivec
 }
 
 // The second part of dx_0, which comes through g. By the chain rule it is dg gate'(x_0) gate(y_0).
-// That of dy_0 comes from y_0 and gate(x_0).
+// That of dy_0 comes from y_0 and gate(x_0). Without a gate the layer's density is 0, and so are
+// both: as a factor that an instruction reads where the kernel's arguments are, this needs no
+// register.
 template <int W>
 __device__ __forceinline__ Pack<W> through_gate(const Pack<W>& dg, const Pack<W>& x_0,
-                                                const Pack<W>& other_gate) {
+                                                const Pack<W>& other_gate, const Layer& layer) {
   Pack<W> result;
 #pragma unroll
-  for (int e = 0; e < W; ++e) result.v[e] = dg.v[e] * gate_slope(x_0.v[e]) * other_gate.v[e];
+  for (int e = 0; e < W; ++e) {
+    const float slope = layer.density * __expf(-0.5f * x_0.v[e] * x_0.v[e]);
+    result.v[e] = dg.v[e] * slope * other_gate.v[e];
+  }
   return result;
 }
 

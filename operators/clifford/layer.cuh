@@ -7,7 +7,6 @@
 #include <vector>
 
 #include "operators/clifford/streamed.cuh"
-#include "operators/clifford/unfused.cuh"
 #include "operators/estimate.h"
 
 namespace operators::clifford {
@@ -40,54 +39,67 @@ inline int streamed_grid(AnyKernel kernel, const RowsOnChip& shape, int bytes, c
   return shape.blocks * std::min(shape.groups(layer), resident);
 }
 
-template <typename A>
+template <typename A, typename T>
 Way streamed_way(const RowsOnChip& shape, int blocks, const Layer& layer, int tensors, int bytes,
                  std::function<void()> launch) {
-  const double moved = 4.0 * tensors * A::kBlades * static_cast<double>(layer.plane());
+  const double moved = static_cast<double>(sizeof(T) * tensors * A::kBlades * layer.plane());
   return {"rows streamed: " + std::to_string(blocks) + " blocks of " +
               std::to_string(shape.threads) + " threads, " + std::to_string(shape.blocks) +
               " for a row",
           kFirstLaunch + moved / memory_rate(), std::move(launch), bytes};
 }
 
-// kVector only where every row starts at a multiple of 16 bytes, which the copy engine needs.
-template <typename A, int W = kStreamedWidth<A>, bool kVector = (W > 1)>
-Streamed streamed_forward(const CliffordTensors& of) {
+// kVector only where every row starts at a multiple of 16 bytes, which the copy engine needs. Of
+// 16-bit elements other rows of up to 8 blades are left to other kernels.
+template <typename A, int W = kStreamedWidth<A>, bool kVector = (W > 1), typename T>
+Streamed streamed_forward(const TensorsOf<T>& of) {
   if constexpr (kVector) {
-    if (!whole_packs<A, W>(of.layer, 4)) return streamed_forward<A, W, false>(of);
+    if (!whole_packs<A, W>(of.layer, 16 / sizeof(T))) {
+      if constexpr (sizeof(T) == 4) {
+        return streamed_forward<A, W, false>(of);
+      } else {
+        return {};
+      }
+    }
   }
   const RowsOnChip shape = streamed_rows<A, W>(of.layer);
   if (shape.blocks > kMaxBlocks) return {};
-  const auto kernel = forward_streamed<A, W, kVector>;
-  const int bytes = static_cast<int>(Stream<A, W, kVector, 2>::bytes(shape));
+  const auto kernel = forward_streamed<A, W, kVector, T>;
+  const int bytes = static_cast<int>(Stream<A, W, kVector, 2, T>::bytes(shape));
   const int blocks = streamed_grid(kernel, shape, bytes, of.layer);
   if (blocks == 0) return {};
   const auto launch = [=] {
     launch_clusters_on(of.workspace.stream, kernel, shape.blocks, true, blocks, shape.threads,
                        bytes, of.x, of.y, of.w, of.out, of.layer, shape);
   };
-  return {{streamed_way<A>(shape, blocks, of.layer, 3, bytes, launch)}};
+  return {{streamed_way<A, T>(shape, blocks, of.layer, 3, bytes, launch)}};
 }
 
-template <typename A, int W = kStreamedWidth<A>, bool kVector = (W > 1)>
-Streamed streamed_backward(const CliffordTensors& of, const CliffordGradients& d) {
+template <typename A, int W = kStreamedWidth<A>, bool kVector = (W > 1), typename T, typename D>
+Streamed streamed_backward(const TensorsOf<T>& of, const GradientsOf<T, D>& d) {
   if constexpr (kVector) {
-    if (!whole_packs<A, W>(of.layer, 4)) return streamed_backward<A, W, false>(of, d);
+    if (!whole_packs<A, W>(of.layer, 16 / sizeof(T))) {
+      if constexpr (sizeof(T) == 4) {
+        return streamed_backward<A, W, false>(of, d);
+      } else {
+        return {};
+      }
+    }
   }
   const RowsOnChip shape = streamed_rows<A, W>(of.layer);
   if (shape.blocks > kMaxBlocks) return {};
-  const auto kernel = backward_streamed<A, W, kVector>;
-  const int bytes = static_cast<int>(Stream<A, W, kVector, 3>::bytes(shape));
+  const auto kernel = backward_streamed<A, W, kVector, T>;
+  const int bytes = static_cast<int>(Stream<A, W, kVector, 3, T>::bytes(shape));
   const int blocks = streamed_grid(kernel, shape, bytes, of.layer);
   if (blocks == 0) return {};
-  const auto partials = of.workspace.any<float>(static_cast<size_t>(blocks / shape.blocks) *
-                                                shape.rows() * of.w.size());
+  const auto partials = of.workspace.template any<float>(
+      static_cast<size_t>(blocks / shape.blocks) * shape.rows() * of.w.size());
   const auto launch = [=] {
     launch_clusters_on(of.workspace.stream, kernel, shape.blocks, false, blocks, shape.threads,
                        bytes, of.x, of.y, of.w, d.d_out, d.dx, d.dy, partials, of.layer, shape);
     add_up_weights<A>(d, partials, of.layer, of.workspace.stream);
   };
-  return {{streamed_way<A>(shape, blocks, of.layer, 5, bytes, launch)}, partials.bytes()};
+  return {{streamed_way<A, T>(shape, blocks, of.layer, 5, bytes, launch)}, partials.bytes()};
 }
 
 }  // namespace operators::clifford

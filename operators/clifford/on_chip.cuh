@@ -146,7 +146,7 @@ __global__ void __launch_bounds__(kThreads<A>, 1)
     const auto left = stages.template take<0>(stage), right = stages.template take<1>(stage);
     fetch(group + count * work.step, stage);
     stage = stage + 1 == count ? 0 : stage + 1;
-    const Multivectors<A, W> z = gated_product(left, right, weights);
+    const Multivectors<A, W> z = gated_product(left, right, weights, layer.gated);
     FeatureSums<A::kGrades> sums = {};
     if (layer.normed) {
       add_squares(z, sums);
@@ -218,7 +218,7 @@ __global__ void __launch_bounds__(kThreads<A>, 1)
     const auto d = take(kDOut, d_out, group);
     order(kX, x, next), order(kDOut, d_out, next);
     const Multivectors<A, W> P = weighted_product(left, right, memory);
-    const Gates<W> gates(left.blade[0], right.blade[0]);
+    const Gates<W> gates(left.blade[0], right.blade[0], layer.gated);
     GradientSums<A> sums = {};
     if (layer.normed) {
       add_gradient_sums(P, gates.product(), d, sums);
@@ -230,7 +230,7 @@ __global__ void __launch_bounds__(kThreads<A>, 1)
     order(kY, y, next);
     copy_async_commit();
     store_gradients(left, right, dP, dg, gates, memory, dw, dx + work.at(group),
-                    dy + work.at(group), plane, place, work.inside(group));
+                    dy + work.at(group), layer, place, work.inside(group));
   }
   store_weight_gradients<A>(dw, dw_partials, place, shape, layer);
 }

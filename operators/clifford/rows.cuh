@@ -3,6 +3,7 @@
 #pragma once
 
 #include "operators/clifford/clifford.cuh"
+#include "operators/clifford/storage.cuh"
 #include "primitives/async_copy.cuh"
 #include "primitives/launch.h"
 
@@ -72,23 +73,25 @@ struct Place {
       if (e < inside) prefetch_to_cache(from + e * kStep);
     }
   }
-  __device__ __forceinline__ Pack<W> load(const float* from, int inside) const {
+  template <typename T>
+  __device__ __forceinline__ Pack<W> load(const T* from, int inside) const {
     Pack<W> result = {};
     if constexpr (kVector) {
-      if (inside > 0) result = *reinterpret_cast<const Pack<W>*>(from);
+      if (inside > 0) result = unpacked(*reinterpret_cast<const Stored<T, W>*>(from));
     } else {
 #pragma unroll
-      for (int e = 0; e < W; ++e) result.v[e] = e < inside ? from[e * kStep] : 0;
+      for (int e = 0; e < W; ++e) result.v[e] = e < inside ? to_float(from[e * kStep]) : 0;
     }
     return result;
   }
-  __device__ __forceinline__ void store(float* to, const Pack<W>& pack, int inside) const {
+  template <typename T>
+  __device__ __forceinline__ void store(T* to, const Pack<W>& pack, int inside) const {
     if constexpr (kVector) {
-      if (inside > 0) *reinterpret_cast<Pack<W>*>(to) = pack;
+      if (inside > 0) *reinterpret_cast<Stored<T, W>*>(to) = packed<T>(pack);
     } else {
 #pragma unroll
       for (int e = 0; e < W; ++e) {
-        if (e < inside) to[e * kStep] = pack.v[e];
+        if (e < inside) to[e * kStep] = rounded_to<T>(pack.v[e]);
       }
     }
   }
@@ -153,10 +156,10 @@ struct OnChipMemory {
 };
 
 // Writes a thread's z to memory, divided by its row's rms if the layer has a norm.
-template <typename A, int W, bool kVector>
+template <typename A, int W, bool kVector, typename T>
 __device__ __forceinline__ void store_normed(const Multivectors<A, W>& z,
                                              const FeatureSums<A::kGrades>& sums,
-                                             const Layer& layer, float* to,
+                                             const Layer& layer, T* to,
                                              const Place<W, kVector>& place, int inside) {
   unroll<0, A::kGrades>([&](auto c) {
     const float r = layer.normed ? inverse_rms(sums.value[c], layer) : 1;
@@ -172,15 +175,16 @@ __device__ __forceinline__ void store_normed(const Multivectors<A, W>& z,
 
 // Computes dx and dy of a thread's multivectors, writes them to memory, and adds to dw. All threads
 // of a warp call this together.
-template <typename A, int W, bool kVector, typename Weight>
+template <typename A, int W, bool kVector, typename Weight, typename T>
 __device__ __forceinline__ void store_gradients(const Multivectors<A, W>& left,
                                                 const Multivectors<A, W>& right,
                                                 const Multivectors<A, W>& dP, const Pack<W>& dg,
                                                 const Gates<W>& gates, const Weight& weight,
-                                                Pack<W>* dw, float* dx, float* dy, size_t plane,
+                                                Pack<W>* dw, T* dx, T* dy, const Layer& layer,
                                                 const Place<W, kVector>& place, int inside) {
-  const Pack<W> dx_through_gate = through_gate(dg, left.blade[0], gates.y);
-  const Pack<W> dy_through_gate = through_gate(dg, right.blade[0], gates.x);
+  const Pack<W> dx_through_gate = through_gate(dg, left.blade[0], gates.y, layer);
+  const Pack<W> dy_through_gate = through_gate(dg, right.blade[0], gates.x, layer);
+  const size_t plane = layer.plane();
   const auto take_w = [&](auto t) { return dw[t]; };
   const auto give_w = [&](auto t, const Pack<W>& sum) { dw[t] = sum; };
   const auto give_x = [&, to = dx](auto i, Pack<W> value) mutable {
@@ -221,7 +225,7 @@ RowsOnChip rows_on_chip(const Layer& layer) {
   return {kThreads<A> / per_row * per_row, per_row, blocks, share};
 }
 
-// Whether kVector may be true: all rows start at a multiple of `width` floats, and each has one
+// Whether kVector may be true: all rows start at a multiple of `width` elements, and each has one
 // block.
 template <typename A, int W>
 bool whole_packs(const Layer& layer, int width) {

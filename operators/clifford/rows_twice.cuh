@@ -25,7 +25,7 @@ __global__ void __launch_bounds__(kTwiceThreads)
     for (int f = threadIdx.x; f < layer.features; f += kTwiceThreads) {
       const Multivectors<A, 1> z =
           gated_product(load<A>(x + row + f, plane), load<A>(y + row + f, plane),
-                        Weights<A>(w + static_cast<size_t>(f) * A::kTriples));
+                        Weights<A>(w + static_cast<size_t>(f) * A::kTriples), layer.gated);
       if (walk == 1) {
         add_squares(z, sums);
         continue;
@@ -53,7 +53,7 @@ __global__ void __launch_bounds__(kTwiceThreads)
     const Multivectors<A, 1> right = load<A>(y + row + f, plane);
     const Multivectors<A, 1> P =
         weighted_product(left, right, Weights<A>(w + static_cast<size_t>(f) * A::kTriples));
-    const Pack<1> g = Gates<1>(left.blade[0], right.blade[0]).product();
+    const Pack<1> g = Gates<1>(left.blade[0], right.blade[0], layer.gated).product();
     add_gradient_sums(P, g, load<A>(d_out + row + f, plane), sums);
   }
   add_up_row(sums, partials, kTwiceThreads / 32);
@@ -93,12 +93,12 @@ __global__ void __launch_bounds__(kStripFeatures)
     const Multivectors<A, 1> left = load<A>(x + at, plane), right = load<A>(y + at, plane);
     const Multivectors<A, 1> d = load<A>(d_out + at, plane);
     const Multivectors<A, 1> P = weighted_product(left, right, weights);
-    const Gates<1> gates(left.blade[0], right.blade[0]);
+    const Gates<1> gates(left.blade[0], right.blade[0], layer.gated);
     GradientSums<A> sums = {};
     if (layer.normed) sums = of_rows[row];
     Pack<1> dg;
     const Multivectors<A, 1> dP = gradient_of_product(P, gates.product(), d, sums, layer, dg);
-    store_gradients(left, right, dP, dg, gates, weights, dw, dx + at, dy + at, plane, place,
+    store_gradients(left, right, dP, dg, gates, weights, dw, dx + at, dy + at, layer, place,
                     inside);
   }
   if (!inside) return;

@@ -38,16 +38,18 @@ constexpr int kStreamedWidth = A::kBlades <= 8 ? 2 : 1;
 inline constexpr size_t kStreamBytes = 208 << 10;
 
 // The stages of a block, each with the planes of kTensors tensors for all rows that it has at a
-// time. The copy engine copies multiples of 16 bytes, from multiples of 16 on. Without kVector rows
-// start anywhere. Then a copy brings what covers them, and in stages[s][k] they begin shift()
-// floats further on. With up to 8 blades that is as far from a multiple of 128 bytes as in memory,
-// so that the copy engine need not split lines. (Nothing beyond a tensor is read: it has at least 4
-// blades, so a multiple of 4 elements.)
-template <typename A, int W, bool kVector, int kTensors>
+// time, as they are stored: in T. The copy engine copies multiples of 16 bytes, which are kUnit
+// elements, from multiples of 16 on. Without kVector rows start anywhere. Then a copy brings what
+// covers them, and in stages[s][k] they begin shift() elements further on. With up to 8 blades that
+// is as far from a multiple of 128 bytes as in memory, so that the copy engine need not split
+// lines. (Nothing beyond a tensor is read: without kVector it has a multiple of kUnit blades.)
+template <typename A, int W, bool kVector, int kTensors, typename T>
 struct Stream {
-  static_assert(A::kBlades % 4 == 0);
+  static constexpr int kUnit = 16 / sizeof(T);
+  static_assert(kVector || A::kBlades % kUnit == 0);
   static constexpr int kPlanes = kTensors * A::kBlades;
-  static constexpr int kLine = A::kBlades <= 8 ? 32 : 4;
+  static constexpr int kLine = A::kBlades <= 8 ? 8 * kUnit : kUnit;
+  static constexpr int kPeriod = std::min(kUnit, A::kBlades);  // planes until shifts are the same
   static constexpr int kElements = kThreads<A> * W + (kVector ? 0 : kLine);
   using RowSums = operators::clifford::RowSums<(kTensors - 1) * A::kGrades, kThreads<A> / 32>;
   using SharedWeights = OnChipMemory<A, W, kVector, 0>;
@@ -55,10 +57,14 @@ struct Stream {
   // next rows' y goes to other planes. 32 blades leave no shared memory for those.
   static constexpr bool kSharedWeights = kTensors == 3 && A::kBlades >= 8;
   static constexpr int kTakesTwice = kSharedWeights && A::kBlades <= 16;
-  using Stage = float[kPlanes + kTakesTwice * A::kBlades][kElements];
+  using Stage = T[kPlanes + kTakesTwice * A::kBlades][kElements];
   static constexpr int kFront = sizeof(RowSums) / sizeof(float);
+  // The last stage gets the weights first. One of 16-bit elements may be too small for them.
+  static constexpr size_t kWeightBytes =
+      sizeof(T) == 4 ? 0 : sizeof(float) * kThreads<A> * W * A::kTriples;
+  static constexpr size_t kLastBytes = std::max(sizeof(Stage), kWeightBytes);
   static constexpr int kStages =
-      kSharedWeights ? 1 : static_cast<int>(kStreamBytes / sizeof(Stage));
+      kSharedWeights ? 1 : 1 + static_cast<int>((kStreamBytes - kLastBytes) / sizeof(Stage));
   static constexpr int kLast = kStages - 1;
   static_assert(kTakesTwice ? kStages == 1 : kSharedWeights || kStages > 1);
   static size_t bytes(const RowsOnChip& shape) {
@@ -71,13 +77,13 @@ struct Stream {
   RowSums& sums;
   Stage* stages;
   Barrier* full;
-  const float** planes;
+  const T** planes;
   Layer layer;
   Place<W, kVector> place;
   int rows, groups;  // a block's rows at a time; how many such groups there are
 
-  __device__ Stream(float* shared, Barrier (&full)[kStages], const float* (&planes)[kPlanes],
-                    const float* const (&tensors)[kTensors], const Layer& layer,
+  __device__ Stream(float* shared, Barrier (&full)[kStages], const T* (&planes)[kPlanes],
+                    const T* const (&tensors)[kTensors], const Layer& layer,
                     const RowsOnChip& shape)
       : sums(*reinterpret_cast<RowSums*>(shared)),
         stages(reinterpret_cast<Stage*>(shared + kFront)),
@@ -91,7 +97,7 @@ struct Stream {
       for (int s = 0; s < kStages; ++s) barrier_init(&full[s], 1);
     }
     for (int p = threadIdx.x; p < kPlanes; p += blockDim.x) {
-      const float* tensor = tensors[0];
+      const T* tensor = tensors[0];
 #pragma unroll
       for (int i = 1; i < kTensors; ++i) tensor = p < i * A::kBlades ? tensor : tensors[i];
       planes[p] = tensor + p % A::kBlades * layer.plane();
@@ -116,24 +122,27 @@ struct Stream {
   // Orders a group's rows, if they are there. All warps order a few planes each: copies start one
   // after the other, and a warp that ordered all would be late for its own work. One thread tells
   // the barrier how many bytes come. Some may come earlier: the phase does not end before that
-  // thread has arrived. (Plane p + 4 has as many bytes as plane p. So four planes tell the sum over
-  // all.)
+  // thread has arrived. (Plane p + kPeriod has as many bytes as plane p. So these planes tell the
+  // sum over all.)
   __device__ __forceinline__ void fetch(int group, int s, int round) const {
     const int warps = blockDim.x / 32, warp = threadIdx.x / 32;
     if (group >= groups || warp >= kPlanes) return;
     const int count = min(rows, layer.batch - group * rows) * place.features;
     const auto bytes = [&](int plane) {
-      return (count + shift(group, plane) % 4 + 3) / 4 * 4 * static_cast<int>(sizeof(float));
+      return (count + shift(group, plane) % kUnit + kUnit - 1) / kUnit * 16;
     };
     if (threadIdx.x == 0) {
-      barrier_arrive_expect(&full[s], kPlanes / 4 * (bytes(0) + bytes(1) + bytes(2) + bytes(3)));
+      int sum = 0;
+#pragma unroll
+      for (int p = 0; p < kPeriod; ++p) sum += bytes(p);
+      barrier_arrive_expect(&full[s], kPlanes / kPeriod * sum);
     }
     // So that the compiler spills fewer registers.
     if (kTakesTwice && A::kBlades == 16) __syncwarp();
 #pragma unroll 1
     for (int p = warp + threadIdx.x % 32 * warps; p < kPlanes; p += blockDim.x) {
       const int to = p / A::kBlades == 1 ? p + turn(round) : p;
-      const int ahead = shift(group, p) % 4;
+      const int ahead = shift(group, p) % kUnit;
       bulk_load(stages[s][to] + shift(group, p) - ahead, planes[p] + element(group) - ahead,
                 bytes(p), &full[s]);
     }
@@ -143,8 +152,8 @@ struct Stream {
   __device__ __forceinline__ Multivectors<A, W> take(int group, int s, int round,
                                                      int inside) const {
     Multivectors<A, W> result;
-    const float* planes = stages[s][tensor * A::kBlades + (tensor == 1 ? turn(round) : 0)] +
-                          place.row * place.features + place.first;
+    const T* planes = stages[s][tensor * A::kBlades + (tensor == 1 ? turn(round) : 0)] +
+                      place.row * place.features + place.first;
     unroll<0, A::kBlades>([&](auto k) {
       result.blade[k] = place.load(planes + shift(group, k) + k * kElements, inside);
     });
@@ -173,7 +182,7 @@ struct RegisterWeights {
     const auto& place = stream.place;
     const int rows_before = stream.groups > step ? 1 : 0;  // stages, ordered before the weights
     for (int s = 0; s < rows_before; ++s) stream.fetch(group, s, s);
-    float* const all = stream.stages[Rows::kLast][0];
+    float* const all = reinterpret_cast<float*>(stream.stages[Rows::kLast]);
     const float* from = w + static_cast<size_t>(place.start) * A::kTriples;
     const int count = blockDim.x / stream.rows * W * A::kTriples;  // of a row's threads
 #pragma unroll
@@ -207,15 +216,15 @@ struct RegisterWeights {
 // computes z of this row; then it finishes the row before: it collects the sums, orders the next
 // copies into that row's stage, and stores that row's out. So while the sums of one row come
 // together, the thread multiplies the next row.
-template <typename A, int W, bool kVector>
+template <typename A, int W, bool kVector, typename T>
 __global__ void __launch_bounds__(kThreads<A>, 1)
-    forward_streamed(const float* x, const float* y, const float* w, float* out, Layer layer,
+    forward_streamed(const T* x, const T* y, const float* w, T* out, Layer layer,
                      RowsOnChip shape) {
 #if HOPPER_CODE
-  using Rows = Stream<A, W, kVector, 2>;
+  using Rows = Stream<A, W, kVector, 2, T>;
   extern __shared__ __align__(128) float streamed[];
   __shared__ Barrier full[Rows::kStages];
-  __shared__ const float* planes[Rows::kPlanes];
+  __shared__ const T* planes[Rows::kPlanes];
   const Rows stream(streamed, full, planes, {x, y}, layer, shape);
   const Place<W, kVector>& place = stream.place;
   const int step = gridDim.x / place.blocks;
@@ -244,7 +253,7 @@ __global__ void __launch_bounds__(kThreads<A>, 1)
     if (inside > 0) {
       const auto left = stream.template take<0>(group, ring.stage, round, inside);
       const auto right = stream.template take<1>(group, ring.stage, round, inside);
-      z = gated_product(left, right, weights);
+      z = gated_product(left, right, weights, layer.gated);
       add_squares(z, sums);
     }
     if (round > 0) finish(last_z, group - step, round - 1);
@@ -258,15 +267,15 @@ __global__ void __launch_bounds__(kThreads<A>, 1)
 // A thread owns W features, as in forward_streamed, but it finishes a row before it takes the next
 // one: it has no registers for two rows. Each row of a block has its own partial sums of dw, which
 // stay in registers until the end, as in backward_on_chip.
-template <typename A, int W, bool kVector>
+template <typename A, int W, bool kVector, typename T>
 __global__ void __launch_bounds__(kThreads<A>, 1)
-    backward_streamed(const float* x, const float* y, const float* w, const float* d_out, float* dx,
-                      float* dy, float* dw_partials, Layer layer, RowsOnChip shape) {
+    backward_streamed(const T* x, const T* y, const float* w, const T* d_out, T* dx, T* dy,
+                      float* dw_partials, Layer layer, RowsOnChip shape) {
 #if HOPPER_CODE
-  using Rows = Stream<A, W, kVector, 3>;
+  using Rows = Stream<A, W, kVector, 3, T>;
   extern __shared__ __align__(128) float streamed[];
   __shared__ Barrier full[Rows::kStages];
-  __shared__ const float* planes[Rows::kPlanes];
+  __shared__ const T* planes[Rows::kPlanes];
   const Rows stream(streamed, full, planes, {x, y, d_out}, layer, shape);
   const Place<W, kVector>& place = stream.place;
   const int step = gridDim.x / place.blocks;
@@ -296,7 +305,7 @@ __global__ void __launch_bounds__(kThreads<A>, 1)
     auto right = stream.template take<1>(group, ring.stage, round, inside);
     const auto d = stream.template take<2>(group, ring.stage, round, inside);
     const Multivectors<A, W> P = weighted_product(left, right, weights);
-    const Gates<W> gates(left.blade[0], right.blade[0]);
+    const Gates<W> gates(left.blade[0], right.blade[0], layer.gated);
     GradientSums<A> sums = {};
     add_gradient_sums(P, gates.product(), d, sums);
     stream.sums.post(sums, place.blocks, round);
@@ -307,7 +316,7 @@ __global__ void __launch_bounds__(kThreads<A>, 1)
     const Multivectors<A, W> dP = gradient_of_product(P, gates.product(), d, sums, layer, dg);
     if (Rows::kTakesTwice) right = stream.template take<1>(group, ring.stage, round, inside);
     const unsigned at = stream.element(group) + place.row * layer.features + place.first;
-    store_gradients(left, right, dP, dg, gates, weights, dw, dx + at, dy + at, layer.plane(), place,
+    store_gradients(left, right, dP, dg, gates, weights, dw, dx + at, dy + at, layer, place,
                     inside);
   }
   store_weight_gradients<A>(dw, dw_partials, place, shape, layer);

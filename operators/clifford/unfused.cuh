@@ -6,6 +6,7 @@
 #include <utility>
 
 #include "operators/clifford/clifford.cuh"
+#include "operators/clifford/storage.cuh"
 #include "operators/clifford/tensors.h"
 #include "primitives/launch.h"
 
@@ -179,30 +180,6 @@ __global__ void apply_gate_gradient(const float* in, float* gradient, Layer laye
   gradient[at] = factor * d.blade[0].v[0] + d_factor * gate_slope(value.blade[0].v[0]);
 }
 
-// dw (features, triples) = the sum of `count` partials (triples, features), in a fixed order. dw is
-// always summed in two steps, so that blocks need not wait for each other and the result does not
-// depend on who is first. A block owns 32 columns, which are numbers of dw: thread (x, y) adds
-// partials y, y + kSumRows, ... of column x, then thread (x, 0) adds these up.
-constexpr int kSumRows = 16;
-
-__global__ void __launch_bounds__(32 * kSumRows)
-    sum_partials(const float* partials, float* dw, int count, int triples, int features) {
-  __shared__ float sums[kSumRows][32];
-  const size_t columns = static_cast<size_t>(triples) * features;
-  const size_t column = static_cast<size_t>(blockIdx.x) * 32 + threadIdx.x;
-  float sum = 0;
-  if (column < columns) {
-#pragma unroll 8
-    for (int i = threadIdx.y; i < count; i += kSumRows) sum += partials[i * columns + column];
-  }
-  sums[threadIdx.y][threadIdx.x] = sum;
-  __syncthreads();
-  if (threadIdx.y == 0 && column < columns) {
-    for (int i = 1; i < kSumRows; ++i) sum += sums[i][threadIdx.x];
-    dw[column % features * triples + column / features] = sum;
-  }
-}
-
 // ---- Launches -----------------------------------------------------------------------------------
 
 // x', y', z and 1 / rms, which backward needs again. Without a norm z is the tensor `out`.
@@ -242,15 +219,6 @@ struct Unfused {
   CliffordTensors of;
   Memory<float> x, y, z, inverses;
 };
-
-// dw from its partial sums.
-template <typename A>
-void add_up_weights(const CliffordGradients& d, const Memory<float>& partials, const Layer& layer,
-                    cudaStream_t stream = nullptr) {
-  const int count = static_cast<int>(partials.size() / d.dw.size());
-  sum_partials<<<blocks_for(d.dw.size(), 32), dim3(32, kSumRows), 0, stream>>>(
-      partials, d.dw, count, A::kTriples, layer.features);
-}
 
 // What backward needs besides: dz, and dw of each strip. dx' is written where dx will be.
 template <typename A>

@@ -355,10 +355,13 @@ FK_API int fk_gradients_backward(const fk_gradients* gradients, const void* d_ou
 /* A gated, weighted product of multivectors, and its norm. */
 typedef struct fk_clifford {
   size_t size; /* sizeof(fk_clifford) */
-  int type;    /* FK_FLOAT32 */
+  int type;    /* FK_FLOAT16, FK_BFLOAT16 or FK_FLOAT32 */
   int p, q, r; /* how many basis vectors square to 1, to -1 and to 0 */
   int normed;  /* 0 or 1 */
   int64_t batch, features;
+  int gate;        /* 0: GELU's, 1: none */
+  int unweighted;  /* 0; or 1: every weight is 1, and w and d_w are NULL */
+  int weight_type; /* of w and d_w: 0, which is `type`; or FK_FLOAT32 */
 } fk_clifford;
 
 /* How many bytes of workspace fk_clifford_forward() needs on the current device.
@@ -368,16 +371,24 @@ FK_API int fk_clifford_workspace(const fk_clifford* clifford, size_t* bytes);
 /* The layer of lesson 10: z is a weighted product of the gated inputs x' = x gate(x_1) and y' = y
  * gate(y_1), and out is z with each grade divided by its root mean square if the description's
  * field `normed` is 1, else z itself. x_1 is the scalar of x, and gate(s) = (1 + erf(s / sqrt 2)) /
- * 2. With <u>_c for the part of u that has grade c, z = sum over grades a, b, c of w[a,c,b] <<x'>_a
- * <y'>_b>_c. If `normed` is 1, for each grade c out_c = z_c / sqrt(m_c + 1e-6), where m_c is the
- * mean over features of the sum of the squares of z_c's coefficients. Algebras: (p, q, r) is (2, 0,
- * 0), (3, 0, 0), (3, 0, 1), (1, 3, 0) or (4, 1, 0); they have 4, 8, 16, 16 and 32 blades, and 10,
- * 20, 34, 35 and 56 triples (a, c, b) of grades whose products are not all 0. Shapes: x, y and out
- * (blades, batch, features), w (features, triples); all row-major and dense. Blades are ordered by
- * grade, those of a grade by their basis vectors as bits of a number, e1 the lowest; triples by a,
- * then c, then b. Each size is at least 1; features is at most 8192, of 16 blades 4096, of 32
- * blades 2048; batch * features is at most 2^30. Type: fp32. Alignment: each pointer to 16 bytes.
- * Written: out, which must not overlap an operand. Device: any that the library is built for. */
+ * 2; or 1 if `gate` is 1. With <u>_c for the part of u that has grade c, z = sum over grades a, b,
+ * c of w[a,c,b] <<x'>_a <y'>_b>_c. If `unweighted` is 1, each w[a,c,b] is 1; without the gate z is
+ * the geometric product x y then. If `normed` is 1, for each grade c out_c = z_c / sqrt(m_c +
+ * 1e-6), where m_c is the mean over features of the sum of the squares of z_c's coefficients.
+ * Algebras: all (p, q, r) with 1 <= p + q + r = n <= 5. They have 2^n blades, and for n = 1 to 5
+ * and r = 0 there are 4, 10, 20, 35 and 56 triples (a, c, b) of grades whose products are not all
+ * 0; with r > 0 some have none, and (3, 0, 1) has 34. Shapes: x, y and out (blades, batch,
+ * features), w (features, triples); all row-major and dense. Blades are ordered by grade, those of
+ * a grade by their basis vectors as bits of a number, e1 the lowest; triples by a, then c, then b.
+ * Each size is at least 1; features is at most 8192, of 16 blades 4096, of 32 blades 2048; batch *
+ * features is at most 2^30. Types: that of the description for x, y and out; for w the same, or
+ * fp32 if `weight_type` says so; all is computed in fp32, and a result is rounded once. What is
+ * beyond fp16's range becomes infinite there. Ways: FK_FLOAT32 with weights has kernels of its own
+ * for (2, 0, 0), (3, 0, 0), (3, 0, 1), (1, 3, 0) and (4, 1, 0); all else is computed by kernels
+ * that take any signature, in which a product of basis vectors that is 0 is multiplied by that 0,
+ * so that an infinity there makes results NaN. Alignment: each pointer to 16 bytes. w has to be
+ * NULL if `unweighted` is 1. Written: out, which must not overlap an operand. Device: any that the
+ * library is built for. */
 FK_API int fk_clifford_forward(const fk_clifford* clifford, const void* x, const void* y,
                                const void* w, void* out, void* workspace, size_t workspace_bytes,
                                struct CUstream_st* stream);
@@ -388,8 +399,10 @@ FK_API int fk_clifford_backward_workspace(const fk_clifford* clifford, size_t* b
 
 /* The gradients of fk_clifford_forward(), as lesson 10 has them: those of the sum of all elements
  * of d_out * out, with respect to x, y and w. Shapes: d_out that of out, d_x, d_y and d_w those of
- * x, y and w. Algebras, sizes, type, alignment and device: as forward. The result is the same in
- * each call. Written: d_x, d_y and d_w, which must not overlap an operand. */
+ * x, y and w. Types: d_out, d_x and d_y as x, d_w as w; d_w is added up in fp32, and rounded once.
+ * Algebras, sizes, alignment and device: as forward. The result is the same in each call. w and d_w
+ * have to be NULL if `unweighted` is 1. Written: d_x, d_y and d_w, which must not overlap an
+ * operand. */
 FK_API int fk_clifford_backward(const fk_clifford* clifford, const void* d_out, const void* x,
                                 const void* y, const void* w, void* d_x, void* d_y, void* d_w,
                                 void* workspace, size_t workspace_bytes,
@@ -404,10 +417,11 @@ FK_API int fk_clifford_connected_workspace(const fk_clifford* clifford, size_t* 
  * Algebras: (p, q, r) is (2, 0, 0) or (3, 0, 0). Shapes: x, y and out (blades, batch, features), w
  * (triples, features, features), whose rows are features of the product and whose columns are those
  * of the result; all row-major and dense. Order of blades and triples: as there. Each size is at
- * least 1; features is at most 8192, batch * features at most 2^30. Type: fp32; products and
- * weights are rounded to TF32, and added up in fp32. Alignment: each pointer to 16 bytes. Written:
- * out, which must not overlap an operand. Device: compute capability 9.0; the blocks of a kernel
- * start together, and so a call in another stream waits until there is room for all. */
+ * least 1; features is at most 8192, batch * features at most 2^30. `gate`, `unweighted` and
+ * `weight_type` are 0. Type: fp32; products and weights are rounded to TF32, and added up in fp32.
+ * Alignment: each pointer to 16 bytes. Written: out, which must not overlap an operand. Device:
+ * compute capability 9.0; the blocks of a kernel start together, and so a call in another stream
+ * waits until there is room for all. */
 FK_API int fk_clifford_connected_forward(const fk_clifford* clifford, const void* x, const void* y,
                                          const void* w, void* out, void* workspace,
                                          size_t workspace_bytes, struct CUstream_st* stream);

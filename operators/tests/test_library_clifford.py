@@ -1,19 +1,24 @@
 """The library's products of multivectors, called as in test_library.py."""
 
 import ctypes
+import functools
 import itertools
 import math
+import random
 
 import pytest
 
-from test_library import (BAD_ARGUMENT, BAD_SHAPE, BFLOAT16, FLOAT16, FLOAT32, Call, call_at_the_same_time,
-                          call_in_turn, for_each, fused_kernels, in_turn, library, near, numbers, packed,
-                          refuse_a_damaged_workspace, refuse_what_is_damaged, run_as_another_gpu)
+from test_library import (BAD_ARGUMENT, BAD_SHAPE, BFLOAT16, BYTES, FLOAT16, FLOAT32, OK, ROUNDING, SIZE, TF32, Call,
+                          call_at_the_same_time, call_in_turn, for_each, fused_kernels, in_turn, library, near, numbers,
+                          packed, refuse_a_damaged_workspace, refuse_what_is_damaged, run_as_another_gpu)
+
+from fused_kernels import geometric
 
 FP32 = 2.0**-18  # fp32's own errors, of the size of the terms
 EPSILON = 1e-6
 
 
+@functools.lru_cache(None)
 class Algebra:
     """Blades as lists of basis vectors that are sorted, and products of them by sorting."""
 
@@ -59,25 +64,45 @@ class Multivectors(Call):
     its terms' sizes, to which errors are relative."""
     ERROR = FP32
 
-    def __init__(self, library, signature=(3, 0, 0), batch=5, features=12, normed=1, seed=0):
+    def __init__(self, library, signature=(3, 0, 0), batch=5, features=12, normed=1, type=FLOAT32, gate=0, unweighted=0,
+                 weight_type=0, seed=0):
         self.algebra = Algebra(*signature)
-        self.plane, self.normed = batch * features, normed
+        self.plane, self.normed, self.is_gated = batch * features, normed, gate == 0
         count = len(self.algebra.grade) * self.plane
         weights = self.algebra.triples * self.weights_of(features)
         counts = {name: weights if name in ("w", "d_w") else count for name in self.NAMES}
         self.numbers = {name: numbers(size, seed + i) for i, (name, size) in enumerate(counts.items())}
-        description = self.Description(ctypes.sizeof(self.Description), FLOAT32, *signature, normed, batch, features)
+        self.types = {name: weight_type or type if name in ("w", "d_w") else type for name in self.NAMES}
+        description = self.Description(ctypes.sizeof(self.Description), type, *signature, normed, batch, features, gate,
+                                       unweighted, weight_type)
+        if unweighted:
+            self.numbers["w"] = [1.0] * weights
         super().__init__(library, description, {
-            name: b"\xff" * (4 * len(values)) if name in self.WRITTEN else packed(values, FLOAT32)
-            for name, values in self.numbers.items()})
+            name: b"\xff" * (BYTES[self.types[name]] * len(values)) if name in self.WRITTEN
+            else packed(values, self.types[name])
+            for name, values in self.numbers.items() if not (unweighted and name in ("w", "d_w"))})
+
+    def is_near(self, name, expected, bound):
+        """The bound is fp32's; then the result is rounded to its type. fp16 has nothing between multiples of 2^-24."""
+        kind = self.types[name]
+        last = ROUNDING.get(kind, 0)
+        least = 2.0**-25 if kind == FLOAT16 else 0
+        bound = [its + last * (abs(value) + its) + least for value, its in zip(expected, bound)]
+        return near(self.found(name, kind, 1, len(expected)), expected, bound)
 
     def blades(self, name):
         values = self.numbers[name]
         return [values[at:at + self.plane] for at in range(0, len(values), self.plane)]
 
+    def gate(self, scalar):
+        return gate(scalar) if self.is_gated else 1.0
+
+    def gate_slope(self, scalar):
+        return gate_slope(scalar) if self.is_gated else 0.0
+
     def gated(self, name):
         values = self.blades(name)
-        gates = [gate(scalar) for scalar in values[0]]
+        gates = [self.gate(scalar) for scalar in values[0]]
         return [[g * value for g, value in zip(gates, of_blade)] for of_blade in values]
 
     def products(self):
@@ -128,7 +153,7 @@ class Forward(Multivectors):
                 scale, wrong = r[c][self.row(at)], off[c][self.row(at)]
                 expected.append(value * scale)
                 bound.append(self.ERROR * scale * (its + abs(value) * wrong))
-        return near(self.found("out", FLOAT32, 1, len(expected)), expected, bound)
+        return self.is_near("out", expected, bound)
 
 
 class Backward(Multivectors):
@@ -166,11 +191,15 @@ class Backward(Multivectors):
         return dz, of_dz
 
     def result_is_right(self):
-        algebra, blades = self.algebra, range(len(self.algebra.grade))
+        return all([self.is_near(name, *both) for name, both in self.gradients().items() if name in self.host])
+
+    def gradients(self):
+        """Of each gradient what is expected, and fp32's bound."""
+        algebra, blades, gradients = self.algebra, range(len(self.algebra.grade)), {}
         P, of_P, z, size, r, off = self.forward_in_fp64()
         dz, of_dz = self.gradients_of_z(z, size, r, off)
         d_w, of_w = self.gradients_of_w(P, of_P, dz, of_dz)
-        ok = near(self.found("d_w", FLOAT32, 1, len(d_w)), d_w, [self.ERROR * its for its in of_w])
+        gradients["d_w"] = d_w, [self.ERROR * its for its in of_w]
         dP = {(t, k): self.weighted_back(t, dz[k]) for t, k in algebra.planes}
         of_dP = {(t, k): self.weighted_back(t, of_dz[k], abs) for t, k in algebra.planes}
         for name, other in (("x", "y"), ("y", "x")):
@@ -183,15 +212,15 @@ class Backward(Multivectors):
             expected, bound = [], []
             for k in blades:
                 for at, scalar in enumerate(own[0]):
-                    value, far = gate(scalar) * d[k][at], gate(scalar) * its[k][at]
+                    value, far = self.gate(scalar) * d[k][at], self.gate(scalar) * its[k][at]
                     if k == 0:
-                        slope = gate_slope(scalar)
+                        slope = self.gate_slope(scalar)
                         value += slope * sum(d[i][at] * own[i][at] for i in blades)
                         far += slope * sum(its[i][at] * abs(own[i][at]) for i in blades)
                     expected.append(value)
                     bound.append(self.ERROR * far)
-            ok = near(self.found(f"d_{name}", FLOAT32, 1, len(expected)), expected, bound) and ok
-        return ok
+            gradients[f"d_{name}"] = expected, bound
+        return gradients
 
 
 class OfFeatures:
@@ -271,6 +300,8 @@ class CliffordConnectedBackward(Connected, Backward):
     ERROR = 2.2 * 2.0**-11
 
 
+HALVES = (BFLOAT16, FLOAT16)
+PLAIN = dict(gate=1, unweighted=1, normed=0)  # the geometric product alone
 KINDS = [Clifford, CliffordBackward, CliffordConnected, CliffordConnectedBackward]
 CALLS = [(kind, options) for kind in (Clifford, CliffordBackward) for options in (
     {},
@@ -280,12 +311,32 @@ CALLS = [(kind, options) for kind in (Clifford, CliffordBackward) for options in
     dict(signature=(3, 0, 1), batch=2, features=9),
     dict(signature=(1, 3, 0), batch=2, features=8),
     dict(signature=(4, 1, 0), batch=2, features=5),
+    *(dict(type=type) for type in HALVES),
+    *(dict(type=type, batch=3, features=72) for type in HALVES),
+    *(dict(type=type, weight_type=FLOAT32, signature=(2, 0, 0), features=8) for type in HALVES),
+    *(dict(type=type, weight_type=FLOAT32, signature=(2, 0, 0), batch=7, features=37) for type in HALVES),
+    dict(type=FLOAT16, signature=(3, 0, 1), batch=2, features=9),
+    dict(type=BFLOAT16, signature=(1, 3, 0), batch=3, features=16, normed=0),
+    dict(type=BFLOAT16, signature=(4, 1, 0), batch=2, features=5),
+    dict(type=FLOAT16, signature=(4, 1, 0), batch=3, features=8, weight_type=FLOAT16),
+    dict(gate=1), dict(gate=1, type=BFLOAT16, signature=(2, 0, 0), features=9),
+    dict(unweighted=1), dict(unweighted=1, type=FLOAT16, signature=(3, 0, 1), batch=2, features=16),
+    dict(unweighted=1, weight_type=FLOAT32, type=BFLOAT16, features=64),
+    *(dict(PLAIN, signature=signature, type=type, batch=3, features=10)
+      for signature in ((3, 0, 0), (4, 1, 0)) for type in (FLOAT32, *HALVES)),
+    dict(signature=(0, 3, 0), batch=2, features=530),  # a block does not have the row at once
+    dict(signature=(0, 0, 2), batch=2, features=1100, type=BFLOAT16, gate=1),
+    dict(signature=(0, 1, 0), batch=1, features=130, normed=0),
+    dict(signature=(2, 2, 0), batch=2, features=40),
 )] + [(kind, options) for kind in (CliffordConnected, CliffordConnectedBackward) for options in (
     {},
     dict(signature=(2, 0, 0), batch=1, features=1),
     dict(signature=(2, 0, 0), batch=7, features=9, normed=0),
 )]
 SLOW = [(kind, options) for kind in (Clifford, CliffordBackward) for options in (
+    *(dict(type=type, batch=2, features=1100) for type in HALVES),
+    *(dict(type=type, batch=40, features=64) for type in HALVES),
+    dict(signature=(5, 0, 0), batch=2, features=300),
     dict(batch=40, features=64),
     dict(signature=(2, 0, 0), batch=3, features=1030),  # rows of two blocks
     dict(batch=2, features=1100),
@@ -301,9 +352,51 @@ def test_result(library, kind, options):
     kind(library, **options).run_twice()
 
 
+EVERY_SIGNATURE = [(p, q, n - p - q) for n in range(1, 6) for p in range(n + 1) for q in range(n + 1 - p)]
+
+
+@pytest.mark.parametrize("kind", [Clifford, CliffordBackward])
+def test_every_signature(library, kind):
+    """Each with other options."""
+    for turn, signature in enumerate(EVERY_SIGNATURE):
+        kind(library, signature=signature, batch=2, features=3 + turn % 6, type=(FLOAT32, *HALVES)[turn % 3],
+             normed=turn // 2 % 2, gate=turn // 3 % 2, unweighted=turn // 5 % 2, seed=turn).run_twice()
+    assert len(EVERY_SIGNATURE) == 55
+
+
+@pytest.mark.parametrize("options", [
+    dict(), dict(signature=(1, 1, 1), gate=1), dict(signature=(2, 0, 0), normed=0),
+    dict(signature=(0, 2, 1), unweighted=1),
+], ids=str)
+def test_expected_gradients_are_differences(library, options):
+    """Those that results are compared with: along a random direction of each of x, y and w the sum of d_out * out, in
+    fp64, changes as they say. h^2 = 2^-34 is of the size of what a central difference leaves out, and 2^-53 / h of what
+    rounding adds."""
+    of, h, draw = CliffordBackward(library, batch=2, features=5, **options), 2.0**-17, random.Random(1)
+
+    def total():
+        _, _, z, _, r, _ = of.forward_in_fp64()
+        return math.fsum(d * z[k][at] * r[c][of.row(at)] for k, c in enumerate(of.algebra.grade)
+                         for at, d in enumerate(of.blades("d_out")[k]))
+
+    for name, (expected, _) in of.gradients().items():
+        values = of.numbers[name[2:]]
+        direction = [draw.uniform(-1, 1) for _ in values]
+        ends = []
+        for by in (h, -h):
+            of.numbers[name[2:]] = [value + by * its for value, its in zip(values, direction)]
+            ends.append(total())
+        of.numbers[name[2:]] = values
+        along = math.fsum(d * its for d, its in zip(expected, direction))
+        assert along and abs((ends[0] - ends[1]) / (2 * h) - along) <= 2.0**-22 * math.fsum(map(abs, expected))
+    of.free()
+
+
 IN_TURN = [
     *((kind, [dict(signature=signature, batch=1, features=features) for features in (512, 64, 700)])
       for kind in (Clifford, CliffordBackward) for signature in fused_kernels.TRIPLES),
+    *((kind, [dict(batch=3, features=32, type=BFLOAT16), dict(signature=(0, 4, 0), batch=9, features=5, type=FLOAT16),
+              dict(PLAIN, batch=2, features=90, type=BFLOAT16)]) for kind in (Clifford, CliffordBackward)),
     *((kind, [dict(signature=(2, 0, 0), batch=140, features=36), dict(batch=3, features=8), dict(batch=9, features=36)])
       for kind in (CliffordConnected, CliffordConnectedBackward)),
 ]
@@ -340,6 +433,31 @@ def test_what_runs_on_each_gpu(capability, wide_rows):
     assert said.strip().split("; ") == ["26", *wide_rows, *of_longer_rows]
 
 
+HALVES_ANYWHERE = """
+import random
+from test_library_clifford import HALVES, Clifford, CliffordBackward, fused_kernels
+draw = random.Random({seed})
+for kind in (Clifford, CliffordBackward):
+    for type in HALVES:
+        for signature in fused_kernels.TRIPLES:
+            for features in (8 * draw.randint(1, 4), 2 * draw.randint(1, 12) + 1):
+                run(kind, type=type, signature=signature, batch=draw.randint(1, 9), features=features,
+                    normed=draw.randint(0, 1), gate=draw.randint(0, 1), unweighted=draw.randint(0, 1))
+        run(kind, type=type, batch=150, features=8)
+        run(kind, type=type, batch=2, features=1032)
+print(*("streamed" in way for way in ways))
+"""
+
+
+@pytest.mark.parametrize("capability", ["7.5", "8.0", "9.0", "12.0"])
+def test_halves_on_each_gpu(capability):
+    """On Hopper by the copy engine, but for rows of up to 8 blades that do not start at multiples of 16 bytes, or are
+    too long for a block; and elsewhere by the kernels of any algebra."""
+    said = run_as_another_gpu(capability, HALVES_ANYWHERE.format(seed=int(10 * float(capability))))
+    streamed = [*[blades > 8 or whole for blades in (4, 8, 16, 16, 32) for whole in (True, False)], True, False]
+    assert said.split() == [str(capability == "9.0" and each) for each in streamed * 4]
+
+
 @in_turn(IN_TURN)
 def test_shapes_in_turn(library, kind, options):
     call_in_turn(library, kind, options)
@@ -355,21 +473,99 @@ def test_triples(signature):
     assert fused_kernels.TRIPLES[signature] == Algebra(*signature).triples
 
 
+@pytest.mark.parametrize("signature", EVERY_SIGNATURE, ids=str)
+def test_triples_of_every_signature(signature):
+    """As geometric_product() takes weights for them."""
+    terms, grade = Algebra(*signature).terms, Algebra(*signature).grade
+    expected = sorted({(grade[i], grade[k], grade[j]) for i, j, k, _, _ in terms})
+    assert [*geometric.triples(signature)] == expected and len(expected) == Algebra(*signature).triples
+
+
+def test_orders_of_blades():
+    """Written out; and back and forth nothing changes."""
+    assert geometric.blades(3, "bits") == ((), (0,), (1,), (0, 1), (2,), (0, 2), (1, 2), (0, 1, 2))
+    assert geometric.blades(4, "shortlex")[5:11] == ((0, 1), (0, 2), (0, 3), (1, 2), (1, 3), (2, 3))
+    assert geometric.blades(4, "grade")[5:11] == ((0, 1), (0, 2), (1, 2), (0, 3), (1, 3), (2, 3))
+    for vectors, order in itertools.product(range(1, 6), geometric.ORDERS):
+        there, back = geometric.permutations(vectors, order)
+        assert (there is None) == (back is None) == (
+            order == "grade" or vectors < 3 or (vectors == 3 and order == "shortlex"))
+        if there:
+            of_library = [geometric.blades(vectors, order)[at] for at in there]
+            assert of_library == [*geometric.blades(vectors)]
+            assert [of_library[at] for at in back] == [*geometric.blades(vectors, order)]
+
+
 WRONG = [
-    *((dict(p=value), BAD_ARGUMENT) for value in (0, -1, 4, 1 << 30)),
-    (dict(q=1), BAD_ARGUMENT), (dict(r=2), BAD_ARGUMENT), (dict(r=-1), BAD_ARGUMENT),
+    *((dict(p=value), BAD_ARGUMENT) for value in (0, -1, 6, 1 << 30)),
+    (dict(q=3), BAD_ARGUMENT), (dict(r=1 << 30), BAD_ARGUMENT), (dict(r=-1), BAD_ARGUMENT),
     *((dict(normed=value), BAD_ARGUMENT) for value in (-1, 2)),
     *((dict(batch=value), BAD_SHAPE) for value in (0, -1, (1 << 30) + 1, 1 << 40)),
     *((dict(features=value), BAD_SHAPE) for value in (0, -1, 8193, 1 << 40)),
     (dict(features=4, batch=(1 << 28) + 1), BAD_SHAPE),
     (dict(p=5, q=5, r=5), BAD_ARGUMENT), (dict(p=3, q=-1, r=1), BAD_ARGUMENT),
-    *((dict(type=value), BAD_ARGUMENT) for value in (0, FLOAT16, BFLOAT16)),
+    *((dict(type=value), BAD_ARGUMENT) for value in (0, TF32, 77)),
+    *((dict(gate=value), BAD_ARGUMENT) for value in (-1, 2)),
+    *((dict(unweighted=value), BAD_ARGUMENT) for value in (-1, 2)),
+    *((dict(weight_type=value), BAD_ARGUMENT) for value in (-1, FLOAT16, BFLOAT16, TF32)),
+]
+ONLY_FOR_THE_OTHERS = [
+    *((dict(type=value), BAD_ARGUMENT) for value in HALVES), (dict(gate=1), BAD_ARGUMENT),
+    (dict(unweighted=1), BAD_ARGUMENT), (dict(weight_type=FLOAT32), BAD_ARGUMENT), (dict(q=1), BAD_ARGUMENT),
 ]
 
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_what_is_damaged_is_refused(library, kind):
-    refuse_what_is_damaged(library, kind, WRONG)
+    connected = kind in (CliffordConnected, CliffordConnectedBackward)
+    refuse_what_is_damaged(library, kind, WRONG + ONLY_FOR_THE_OTHERS * connected)
+
+
+@pytest.mark.parametrize("kind", [Clifford, CliffordBackward])
+def test_weights_where_there_are_none(library, kind):
+    """What the description says is not there has to be NULL, and what it says is there may not be."""
+    call, weighted = kind(library, unweighted=1), kind(library)
+    before = call.all()
+    for name in set(call.NAMES) & {"w", "d_w"}:
+        assert call.call(**{name: weighted.device[name].at}) == BAD_ARGUMENT
+        assert library.fk_last_error().decode() == f"{name} is given; by the description it has to be NULL"
+        assert weighted.call(**{name: None}) == BAD_ARGUMENT
+        assert library.fk_last_error().decode() == f"{name} is NULL"
+    assert before == call.all()
+    call.free()
+    weighted.free()
+
+
+@pytest.mark.parametrize("signature", [(0, 0, 0), (6, 0, 0), (3, -1, 1), (2, 2, 2)], ids=str)
+def test_the_sentence_about_a_signature(library, signature):
+    call = Clifford(library)
+    call.description.p, call.description.q, call.description.r = signature
+    assert call.call() == BAD_ARGUMENT
+    assert library.fk_last_error().decode() == (
+        f"p, q, r are {', '.join(map(str, signature))}; they have to be 0 or more each, and 1 to 5 in all")
+    call.free()
+
+
+@pytest.mark.parametrize("signature, most", [((0, 3, 0), 8192), ((2, 2, 0), 4096), ((5, 0, 0), 2048)], ids=str)
+def test_the_longest_rows(library, signature, most):
+    call, needed = Clifford(library, signature=signature, batch=1, features=1), SIZE()
+    for features, code in ((most, OK), (most + 1, BAD_SHAPE)):
+        call.description.features = features
+        assert call.workspace_of(ctypes.byref(call.description), ctypes.byref(needed)) == code
+    call.free()
+
+
+@pytest.mark.parametrize("type", HALVES)
+def test_results_that_the_type_cannot_hold(library, type):
+    """In fp16 they become infinite, as PyTorch's do; bf16 has fp32's range."""
+    call = Clifford(library, **PLAIN, type=type, signature=(1, 0, 0), batch=1, features=4)
+    for name in ("x", "y"):
+        call.numbers[name] = [256.0, 1.0, 0.0, 0.0] + [0.0] * 4
+        call.host[name] = packed(call.numbers[name], type)
+        assert library.cudaMemcpy(call.device[name].at, call.host[name], len(call.host[name]), 1) == OK
+    assert call.call() == OK
+    assert call.found("out", type, 1, 8)[:2] == [math.inf if type == FLOAT16 else 65536.0, 1.0]
+    call.free()
 
 
 @pytest.mark.parametrize("signature", [(3, 0, 1), (1, 3, 0), (4, 1, 0)], ids=str)

@@ -199,6 +199,13 @@ inline void check_last(std::span<const Given> arguments, int device) {
   check_place(last, device);
 }
 
+/// Refuses an argument that the description says is not there.
+inline void refuse_given(const char* name, const void* pointer) {
+  if (!pointer) return;
+  throw Refusal{FK_BAD_ARGUMENT,
+                std::string(name) + " is given; by the description it has to be NULL"};
+}
+
 [[noreturn]] inline void refuse_shape() {
   throw Refusal{FK_BAD_SHAPE, "this device has no way to compute this shape"};
 }
@@ -227,11 +234,15 @@ class Plan {
     primitives::check(cudaPeekAtLastError(), "an earlier call, before this one");
     Given all[kMostOperands + 1];
     known_allocations.are_of(key_.context());
-    size_t count = 0;
+    size_t count = 0, place = 0;
     for (const Argument& each : task_.arguments) {
-      const bool none = each.optional && !pointers[count];
-      all[count] = {each.name, pointers[count], none ? 0 : each.bytes, each.written,
-                    16,        each.optional};
+      const void* const pointer = pointers[place++];
+      if (each.absent) {
+        refuse_given(each.name, pointer);
+        continue;
+      }
+      const bool none = each.optional && !pointer;
+      all[count] = {each.name, pointer, none ? 0 : each.bytes, each.written, 16, each.optional};
       check_last({all, ++count}, key_.device());
     }
     if (bytes < needed_) {

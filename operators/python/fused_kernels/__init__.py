@@ -5,9 +5,9 @@ Without PyTorch this package has the C library as ctypes sees it: load(), librar
 header's. `python3 -m fused_kernels` tests the library on this machine.
 
 With PyTorch, 2.6 or newer, it has functions of tensors: product(), gating(), attention(), diffusion(), softmax(),
-cross_entropy(), gradient_features(), clifford() and clifford_connected(); and the gradients of all but the product as
-functions of their own, such as gating_backward(). Each docstring says the formula, the shapes and the
-types. For all of them:
+cross_entropy(), gradient_features(), clifford(), clifford_connected() and geometric_product(); and the gradients of
+all but the first and the last as functions of their own, such as gating_backward(). Each docstring says the formula,
+the shapes and the types. For all of them:
 
 - Tensors are on one CUDA device. The work is put on PyTorch's current stream of that device, and the function
   returns at once. The results and the workspace are new tensors of PyTorch's caching allocator.
@@ -30,6 +30,7 @@ from ._header import *
 from ._library import (FUNCTIONS, LEAST_CAPABILITY, gpu, is_for_cpu, is_usable, library, library_path, load, tuning)
 from ._table import TRIPLES
 from ._torch import calls, torch
+from .geometric import geometric_product
 
 
 def product(a, b, math="fp32"):

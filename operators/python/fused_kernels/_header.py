@@ -39,7 +39,8 @@ fk_attention_gradients = _struct(
 fk_diffusion = _struct("fk_diffusion", (SIZE, "size"), (INT, "type"), (INT64, "meshes vertices eigen width"))
 fk_softmax = _struct("fk_softmax", (SIZE, "size"), (INT, "type"), (INT64, "rows inputs classes"), (INT, "label_type"))
 fk_gradients = _struct("fk_gradients", (SIZE, "size"), (INT, "type"), (INT64, "vertices eigen width"))
-fk_clifford = _struct("fk_clifford", (SIZE, "size"), (INT, "type p q r normed"), (INT64, "batch features"))
+fk_clifford = _struct("fk_clifford", (SIZE, "size"), (INT, "type p q r normed"), (INT64, "batch features"),
+                      (INT, "gate unweighted weight_type"))
 STRUCTS = {each.__name__: each for each in
            (fk_strides, fk_product, fk_gating, fk_attention, fk_attention_gradients, fk_diffusion, fk_softmax,
             fk_gradients, fk_clifford)}

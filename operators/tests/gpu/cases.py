@@ -563,16 +563,17 @@ def algebra(p, q, r):
     return grades, [(i, j, k, sign, triples.index((grades[i], grades[k], grades[j]))) for i, j, k, sign in terms]
 
 
-def clifford_in_fp64(x, y, w, signature, normed):
-    """w is (features, triples), or (triples, features, features)."""
+def clifford_in_fp64(x, y, w, signature, normed, gated=True):
+    """w is (features, triples), or (triples, features, features), or None."""
     grades, terms = algebra(*signature)
-    x, y = (each * (1 + torch.erf(each[:1] * 0.5**0.5)) / 2 for each in (x, y))
+    if gated:
+        x, y = (each * (1 + torch.erf(each[:1] * 0.5**0.5)) / 2 for each in (x, y))
     planes = {}
     for i, j, k, sign, t in terms:
         planes[t, k] = planes.get((t, k), 0) + sign * x[i] * y[j]
-    z = [0] * len(grades)
+    z = [torch.zeros_like(x[0])] * len(grades)
     for (t, k), plane in planes.items():
-        z[k] = z[k] + (plane * w[:, t] if w.dim() == 2 else plane @ w[t])
+        z[k] = z[k] + (plane if w is None else plane * w[:, t] if w.dim() == 2 else plane @ w[t])
     z = torch.stack(z)
     if not normed:
         return z
@@ -627,6 +628,58 @@ def clifford(batch, features, signature=(3, 0, 0), normed=True):
 def clifford_backward(batch, features, signature=(3, 0, 0), normed=True):
     return clifford_backward_case(fused_kernels.clifford_backward, clifford_operands, 2048, batch, features, signature,
                                   normed)
+
+
+def geometric_in_fp64(x, y, w, signature, gate, norm, layout, order):
+    """As fused_kernels.geometric_product() has it, of fp64."""
+    every = range(2**sum(signature))
+    vectors = {bits: [v for v in range(5) if bits >> v & 1] for bits in every}
+    own = sorted(every, key={"grade": lambda bits: (bits.bit_count(), bits), "bits": lambda bits: bits,
+                             "shortlex": lambda bits: (len(vectors[bits]), vectors[bits])}[order])
+    theirs = sorted(every, key=lambda bits: (bits.bit_count(), bits))
+    if layout == "blades_last":
+        x, y = (each.permute(2, 0, 1) for each in (x, y))
+    x, y = (each[[own.index(bits) for bits in theirs]] for each in (x, y))
+    result = clifford_in_fp64(x, y, w, signature, norm, gate is not None)[[theirs.index(bits) for bits in own]]
+    return result.permute(1, 2, 0) if layout == "blades_last" else result
+
+
+def geometric(batch, features, signature=(3, 0, 0), dtype=FP32, weights=None, gate=None, norm=False,
+              layout="blades_first", order="grade", backward=False):
+    """weights: the type of w; None: there are none. backward: of the gradients, by autograd."""
+    options = signature, gate, norm, layout, order
+    triples = len({t for *_, t in algebra(*signature)[1]})
+
+    def operands(seed=0):
+        blades = 2**sum(signature)
+        shape = (blades, batch, features) if layout == "blades_first" else (batch, features, blades)
+        return (*(numbers(*shape, dtype=dtype, seed=seed + i) for i in (1, 2)),
+                *([numbers(*shape, dtype=dtype, seed=seed + 7)] if backward else []),
+                *([] if weights is None else [numbers(features, triples, dtype=weights, seed=seed + 3)]))
+
+    def run(x, y, *rest):
+        d_out, *w = rest if backward else (None, *rest)
+        if not backward:
+            return fused_kernels.geometric_product(x, y, *(w or [None]), *options)
+        inputs = [each.detach().requires_grad_() for each in (x, y, *w)]
+        result = fused_kernels.geometric_product(*inputs, *([] if w else [None]), *options)
+        return torch.autograd.grad(result, inputs, d_out)
+
+    def check(operands, result):
+        x, y, *rest = (each.detach().double() for each in operands)
+        d_out, *w = rest if backward else (None, *rest)
+        inputs = [each.requires_grad_() for each in (x, y, *w)]
+        expected = geometric_in_fp64(*inputs, *([] if w else [None]), *options)
+        if backward:
+            expected = torch.autograd.grad(expected, inputs, d_out)
+        for found, other in zip(tensors(result), tensors(expected), strict=True):
+            assert found.dtype == (weights if found.shape == (features, triples) and found.dim() == 2 else dtype)
+            alike(found, other.detach(), 2048 if found.dtype == FP32 else 2)
+
+    name = f"geometric{'_backward' if backward else ''}-{batch}x{features}-{','.join(map(str, signature))}"
+    words = [str(dtype)[6:], f"weights={str(weights)[6:]}" if weights else "", gate or "", "norm" if norm else "",
+             layout, order]
+    return Case("-".join([name, *filter(None, words)]), run, operands, check)
 
 
 def connected_operands(batch, features, signature, seed):
@@ -696,6 +749,16 @@ CASES = [
       for sizes in ((1, 1), (5, 13), (300, 64), (65, 1024), (7, 1030), (3, 8192))),
     *(make(21, 40, signature) for make in (clifford, clifford_backward) for signature in fused_kernels.TRIPLES),
     *(make(33, 72, normed=False) for make in (clifford, clifford_backward)),
+    *(geometric(33, features, signature, dtype, backward=backward) for backward in (False, True)
+      for dtype in (FP32, BF16, FP16) for features in (72, 13)
+      for signature in ((3, 0, 0), (2, 0, 0), (3, 0, 1), (0, 2, 0), (1, 1, 1), (5, 0, 0), (4, 1, 0))),
+    *(geometric(21, 40, (p, q, n - p - q), BF16, FP32, "gelu", True, backward=backward) for backward in (False, True)
+      for n in range(1, 6) for p in range(n + 1) for q in range(n + 1 - p)),
+    *(geometric(*sizes, (3, 0, 0), dtype, dtype, "gelu", True, backward=backward) for backward in (False, True)
+      for dtype in (BF16, FP16) for sizes in ((1, 8), (300, 64), (65, 1024), (7, 1032), (3, 8192), (5000, 16))),
+    *(geometric(21, 40, signature, dtype, layout=layout, order=order, backward=backward) for backward in (False, True)
+      for signature, dtype in (((3, 0, 0), FP32), ((3, 0, 1), BF16)) for layout in ("blades_first", "blades_last")
+      for order in ("grade", "bits", "shortlex")),
     *(make(*sizes) for make in (clifford_connected, clifford_connected_backward)
       for sizes in ((1, 1), (5, 13), (300, 64), (1000, 260), (4096, 512), (20, 128, (2, 0, 0)),
                     (700, 130, (2, 0, 0), False))),

@@ -131,6 +131,24 @@ def test_scale_and_causal_of_attention():
         alike(causal[:, -1], usual[:, -1], 2)
 
 
+@pytest.mark.parametrize("order", ["grade", "bits", "shortlex"])
+def test_a_product_that_everybody_knows(order):
+    """e1 e2 = e12 and e2 e1 = -e12, in the algebra of spacetime; with any number of dimensions between."""
+    places = fused_kernels.geometric.blades(4, order)
+    e1, e2, e12 = (torch.nn.functional.one_hot(torch.tensor(places.index(blade), device="cuda"), 16).to(BF16)
+                   for blade in ((0,), (1,), (0, 1)))
+    x, y, xy = (each.expand(2, 3, 5, 16) for each in (e1, e2, e12))
+    for one, other, expected in ((x, y, xy), (y, x, -xy)):
+        result = fused_kernels.geometric_product(one, other, signature=(1, 3, 0), layout="blades_last", order=order)
+        assert torch.equal(result, expected) and result.is_contiguous()
+
+
+def test_a_product_is_compiled():
+    case = cases.geometric(65, 72, (3, 0, 1), BF16, FP32, "gelu", True, "blades_last", "bits")
+    operands = case.operands()
+    case.check(operands, torch.compile(case.run, fullgraph=True)(*operands))
+
+
 @pytest.mark.parametrize("case", EACH, ids=str)
 def test_tuning(case):
     """The call that tries, and calls after it."""
@@ -725,6 +743,16 @@ def refusals():
             single(8, 2, 4), single(8, 2, 4), single(4, 10))),
         ("features", ValueError, "features is 8200; it has to be from 1 to 8192", lambda: k.clifford(
             single(8, 1, 8200), single(8, 1, 8200), single(8200, 20))),
+        ("five numbers of vectors", ValueError, r"the signature is \(3, 3, 0\); it has to be three numbers",
+         lambda: k.geometric_product(single(64, 2, 4), single(64, 2, 4), signature=(3, 3, 0))),
+        ("blades", ValueError, r"x has the shape \(2, 4, 8\); with the layout 'blades_first' dimension 0 has to be 8",
+         lambda: k.geometric_product(single(2, 4, 8), single(2, 4, 8))),
+        ("weights of a product", ValueError, r"w has the shape \(4, 20\); it has to be \(4, 16\)",
+         lambda: k.geometric_product(single(8, 2, 4), single(8, 2, 4), single(4, 20), (2, 0, 1))),
+        ("weights in another type", ValueError, "w is torch.float16; it has to be torch.bfloat16 or torch.float32",
+         lambda: k.geometric_product(brain(8, 2, 4), brain(8, 2, 4), half(4, 20))),
+        ("long rows of a product", ValueError, "features is 8200; it has to be from 1 to 8192",
+         lambda: k.geometric_product(single(8, 1, 8200), single(8, 1, 8200))),
         ("matrices of weights", ValueError, r"w has the shape \(4, 20\); it has to be \(20, 4, 4\)",
          lambda: k.clifford_connected(single(8, 2, 4), single(8, 2, 4), single(4, 20))),
         ("algebra that is not connected", ValueError, "p, q, r are 3, 0, 1; they have to be",

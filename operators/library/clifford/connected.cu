@@ -2,7 +2,7 @@
 
 #include "operators/clifford_connected/layer.cuh"
 #include "operators/estimate.h"
-#include "operators/library/clifford_calls.h"
+#include "operators/library/clifford/calls.h"
 
 namespace {
 
@@ -27,7 +27,9 @@ void check(const fk_clifford& of) {
   const auto most_features = [](const fk_clifford& description) {
     return in_algebra(description, [](auto) {}) ? kMostFeatures : 0;
   };
+  check_type("clifford", of.type, {FK_FLOAT32});
   check_clifford(of, "2, 0, 0 or 3, 0, 0", most_features);
+  refuse_options(of, "the fully connected Clifford product");
   check_hopper("the fully connected Clifford product");
 }
 
