@@ -35,7 +35,7 @@ struct Argument {
   const char* name;
   size_t bytes;
   bool written = false;
-  bool absent = false;  ///< its pointer has to be NULL, as the description says
+  bool absent = false;    ///< its pointer has to be NULL, as the description says
   bool optional = false;  ///< may be NULL
 };
 
