@@ -47,7 +47,8 @@ template <typename T>
 struct StoreGated {
   static constexpr int kRightFactors = 2;
   StoreRounded<T> out;
-  const T *b1, *b2;
+  const T *b1, *b2;  ///< a layer without one has a row of weights here, whose numbers are dropped
+  bool has_b1, has_b2;
   Gate gate;
 
   /// How long the layer should take with tiles that are so divided. `shape` is of x [W1 W2]. Of
@@ -71,29 +72,32 @@ struct StoreGated {
   /// neighbours in each group of 8 (see Sum::col). Columns beyond H are never stored; they take the
   /// last bias, so that no load depends on a condition, and all of them are on their way at once.
   struct Biases {
-    float2 b1[8] = {}, b2[8] = {};
+    float2 b1[8], b2[8];
 
-    __device__ Biases(const T* bias1, const T* bias2, int col0, int H) {
-      if (bias1 != nullptr) load(b1, bias1, col0, H);
-      if (bias2 != nullptr) load(b2, bias2, col0, H);
+    __device__ Biases(const StoreGated& of, int col0) {
+      of.out.cols % 2 == 0 ? load<true>(of, col0) : load<false>(of, col0);
     }
-    /// Where H is even two neighbours are one load.
-    __device__ static void load(float2 (&to)[8], const T* from, int col0, int H) {
-      H % 2 == 0 ? load_two<true>(to, from, col0, H) : load_two<false>(to, from, col0, H);
-    }
+    /// kPairs: H is even, and two neighbours are one load.
     template <bool kPairs>
-    __device__ static void load_two(float2 (&to)[8], const T* from, int col0, int H) {
+    __device__ void load(const StoreGated& of, int col0) {
+      const int H = of.out.cols;
 #pragma unroll
       for (int j = 0; j < 8; ++j) {
         const int col = min(col0 + Sum<64>::col(4 * j), (H - 1) / 2 * 2);
-        Neighbours<T, 2> two;
-        if constexpr (kPairs) {
-          two = *reinterpret_cast<const Neighbours<T, 2>*>(from + col);
-        } else {
-          two = {from[col], from[min(col + 1, H - 1)]};
-        }
-        to[j] = make_float2(static_cast<float>(two.values[0]), static_cast<float>(two.values[1]));
+        const float2 one = two<kPairs>(of.b1, col, H), other = two<kPairs>(of.b2, col, H);
+        b1[j] = of.has_b1 ? one : float2{};
+        b2[j] = of.has_b2 ? other : float2{};
       }
+    }
+    template <bool kPairs>
+    __device__ static float2 two(const T* from, int col, int H) {
+      Neighbours<T, 2> two;
+      if constexpr (kPairs) {
+        two = *reinterpret_cast<const Neighbours<T, 2>*>(from + col);
+      } else {
+        two = {from[col], from[min(col + 1, H - 1)]};
+      }
+      return make_float2(static_cast<float>(two.values[0]), static_cast<float>(two.values[1]));
     }
     /// A sum has the gates in the left half of its columns, the values in the right. Adds the
     /// biases to those of 64 columns, from `first` on, and makes a sigmoid of them. Then there are
@@ -127,7 +131,7 @@ struct StoreGated {
   __device__ void operator()(Sum<kCols>& sum, int row, int col,
                              const Outbox<T, kBoxes>& box) const {
     out.template store<kCols / 2>(row, col / 2, box, [&](Box<T, 64>& to, int first) {
-      Biases biases(b1, b2, col / 2 + first, out.cols);
+      Biases biases(*this, col / 2 + first);
       if (gate != Gate::sigmoid) biases.make_sigmoids(gate, sum, first);
       biases.store(sum, first, to);
     });
@@ -167,12 +171,14 @@ class GatedProduct {
   void launch(const ProductPlan& plan) const {
     using Work = MatrixProduct<Tile, StoreGated<T>>;
     constexpr size_t kBytes = sizeof(ProductShared<Tile>);
-    const Work work{{{x_.map(Tile::kRowsA)}},
-                    {{W1_.map(Tile::kRowsB), W2_.map(Tile::kRowsB)}},
-                    {rounded_to<T>(memory_.out, x_.rows, W1_.cols, 64, memory_.out_stride),
-                     memory_.b1, memory_.b2, memory_.gate},
-                    Schedule<Tile>(shape_, plan.clusters, plan.shares),
-                    exchange_.template in_step<T>(shape_, plan.shares)};
+    const T *b1 = memory_.b1, *b2 = memory_.b2, *weights = memory_.W1;
+    const Work work{
+        {{x_.map(Tile::kRowsA)}},
+        {{W1_.map(Tile::kRowsB), W2_.map(Tile::kRowsB)}},
+        {rounded_to<T>(memory_.out, x_.rows, W1_.cols, 64, memory_.out_stride), b1 ? b1 : weights,
+         b2 ? b2 : weights, b1 != nullptr, b2 != nullptr, memory_.gate},
+        Schedule<Tile>(shape_, plan.clusters, plan.shares),
+        exchange_.template in_step<T>(shape_, plan.shares)};
     const RowCopies<T, 3> copies{x_.job(), W1_.job(), W2_.job()};
     const bool copied = copies.blocks().x > 0;
     const bool early = copied || work.exchange.ended;  // after copies, or zeros
