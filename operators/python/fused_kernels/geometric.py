@@ -8,6 +8,7 @@ import operator
 
 from ._header import FK_BFLOAT16, FK_FLOAT16, FK_FLOAT32, fk_clifford
 from ._library import error_of, is_for_cpu, library, query_of
+from . import _torch as binding
 from ._torch import torch
 
 MOST_VECTORS = 5
@@ -131,7 +132,7 @@ def _describe(x, w, signature, gated, normed):
 
 
 def _launch(name, description, operands):
-    """Calls the function with these tensors, or None, on the current stream of the first one's device."""
+    """Calls the function with these tensors, or None, on the current device's stream."""
     if is_for_cpu(library()):
         raise RuntimeError("the library is the CPU's, and tensors are on a GPU: build the package where nvcc is")
 
@@ -139,13 +140,17 @@ def _launch(name, description, operands):
         if code:
             raise error_of(code)
 
-    with torch.cuda.device(operands[0].device):
-        needed = ctypes.c_size_t()
-        checked(getattr(library(), query_of(name))(ctypes.byref(description), ctypes.byref(needed)))
-        workspace = torch.empty(needed.value, dtype=torch.uint8, device=operands[0].device)
-        addresses = [None if each is None else each.data_ptr() for each in operands]
-        checked(getattr(library(), name)(ctypes.byref(description), *addresses, workspace.data_ptr() or None,
-                                         needed.value, torch.cuda.current_stream().cuda_stream))
+    needed = ctypes.c_size_t()
+    checked(getattr(library(), query_of(name))(ctypes.byref(description), ctypes.byref(needed)))
+    workspace = binding._empty((needed.value,), (1,), torch.uint8) if needed.value else None
+    addresses = [None if each is None else each.data_ptr() for each in (*operands, workspace)]
+    checked(getattr(library(), name)(ctypes.byref(description), *addresses, needed.value,
+                                     torch.cuda.current_stream().cuda_stream))
+
+
+def _like(tensor):
+    """A dense result on the current device."""
+    return binding._empty(tuple(tensor.shape), tensor.contiguous().stride(), tensor.dtype)
 
 
 if torch:
@@ -154,9 +159,9 @@ if torch:
     @torch.library.custom_op("fused_kernels::geometric_product", mutates_args=(), device_types="cuda",
                              schema=f"({_OPTIONS}) -> Tensor")
     def _forward(x, y, w, signature, gated, normed):
-        out = torch.empty_like(x)
-        _launch("fk_clifford_forward", _describe(x, w, signature, gated, normed),
-                (x, y, w, out))
+        with torch.cuda.device(x.device):
+            out = _like(x)
+            _launch("fk_clifford_forward", _describe(x, w, signature, gated, normed), (x, y, w, out))
         return out
 
     @_forward.register_fake
@@ -166,17 +171,15 @@ if torch:
     @torch.library.custom_op("fused_kernels::geometric_product_backward", mutates_args=(), device_types="cuda",
                              schema=f"(Tensor d_out, {_OPTIONS}) -> (Tensor, Tensor, Tensor)")
     def _backward(d_out, x, y, w, signature, gated, normed):
-        d_x, d_y, d_w = torch.empty_like(x), torch.empty_like(y), _like_weights(x, w)
-        _launch("fk_clifford_backward", _describe(x, w, signature, gated, normed),
-                (d_out, x, y, w, d_x, d_y, None if w is None else d_w))
+        with torch.cuda.device(x.device):
+            d_x, d_y, d_w = _like(x), _like(y), x.new_empty(0) if w is None else _like(w)
+            _launch("fk_clifford_backward", _describe(x, w, signature, gated, normed),
+                    (d_out, x, y, w, d_x, d_y, None if w is None else d_w))
         return d_x, d_y, d_w
 
     @_backward.register_fake
     def _(d_out, x, y, w, signature, gated, normed):
-        return torch.empty_like(x), torch.empty_like(y), _like_weights(x, w)
-
-    def _like_weights(x, w):
-        return x.new_empty(0) if w is None else torch.empty_like(w)
+        return torch.empty_like(x), torch.empty_like(y), x.new_empty(0) if w is None else torch.empty_like(w)
 
     def _save(ctx, inputs, output):
         x, y, w, ctx.signature, ctx.gated, ctx.normed = inputs
