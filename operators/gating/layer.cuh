@@ -43,7 +43,10 @@ constexpr GatedTileCost cost_of_tile(int rows, int cols) {
 /// The epilogue of a product by W1 and W2 side by side: half of a tile's columns are of W1, half of
 /// W2. So where a tile has 256 columns, a consumer's sum of 64 x 256 is two sums of 64 x 128, gate
 /// and value of an element in one thread.
-template <typename T>
+///
+/// kPlain: the gate is a sigmoid, and there are both biases. What other layers need would take that
+/// one some per cent of its time.
+template <typename T, bool kPlain>
 struct StoreGated {
   static constexpr int kRightFactors = 2;
   StoreRounded<T> out;
@@ -85,8 +88,8 @@ struct StoreGated {
       for (int j = 0; j < 8; ++j) {
         const int col = min(col0 + Sum<64>::col(4 * j), (H - 1) / 2 * 2);
         const float2 one = two<kPairs>(of.b1, col, H), other = two<kPairs>(of.b2, col, H);
-        b1[j] = of.has_b1 ? one : float2{};
-        b2[j] = of.has_b2 ? other : float2{};
+        b1[j] = kPlain || of.has_b1 ? one : float2{};
+        b2[j] = kPlain || of.has_b2 ? other : float2{};
       }
     }
     template <bool kPairs>
@@ -132,7 +135,9 @@ struct StoreGated {
                              const Outbox<T, kBoxes>& box) const {
     out.template store<kCols / 2>(row, col / 2, box, [&](Box<T, 64>& to, int first) {
       Biases biases(*this, col / 2 + first);
-      if (gate != Gate::sigmoid) biases.make_sigmoids(gate, sum, first);
+      if constexpr (!kPlain) {
+        if (gate != Gate::sigmoid) biases.make_sigmoids(gate, sum, first);
+      }
       biases.store(sum, first, to);
     });
   }
@@ -157,9 +162,10 @@ class GatedProduct {
     using Choice = TileChoice<Tiles<T, 128, 256, 2, 1, 2>, Tiles<T, 192, 128, 2, 1, 1>,
                               Tiles<T, 128, 128, 2, 1, 1>, Tiles<T, 64, 128, 2, 1, 1>>;
     Ways ways(workspace_);
-    Choice::template offer<StoreGated<T>>(ways, exchange_, shape_, x_.stride, W1_.stride,
-                                          memory_.out_stride != 0 ? memory_.out_stride : W1_.cols,
-                                          std::make_shared<const GatedProduct>(*this));
+    Choice::template offer<StoreGated<T, true>>(
+        ways, exchange_, shape_, x_.stride, W1_.stride,
+        memory_.out_stride != 0 ? memory_.out_stride : W1_.cols,
+        std::make_shared<const GatedProduct>(*this));
     exchange_.allocate(workspace_);
     std::vector<Way> found = ways.found();
     for (Way& way : found) way.microseconds += copying();
@@ -169,7 +175,14 @@ class GatedProduct {
   /// A way of these.
   template <class Tile>
   void launch(const ProductPlan& plan) const {
-    using Work = MatrixProduct<Tile, StoreGated<T>>;
+    const bool plain = memory_.gate == Gate::sigmoid && memory_.b1.data() && memory_.b2.data();
+    plain ? launch<Tile, true>(plan) : launch<Tile, false>(plan);
+  }
+
+ private:
+  template <class Tile, bool kPlain>
+  void launch(const ProductPlan& plan) const {
+    using Work = MatrixProduct<Tile, StoreGated<T, kPlain>>;
     constexpr size_t kBytes = sizeof(ProductShared<Tile>);
     const T *b1 = memory_.b1, *b2 = memory_.b2, *weights = memory_.W1;
     const Work work{
@@ -190,7 +203,6 @@ class GatedProduct {
                        plan.clusters * Tile::kBlocks, Tile::kThreads, kBytes, work);
   }
 
- private:
   /// Microseconds until all rows are aligned.
   double copying() const {
     double bytes = 0;

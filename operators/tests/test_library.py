@@ -1039,7 +1039,7 @@ def test_readme_calls_the_layer_as_the_header_has_it(tmp_path):
     source = tmp_path / "calls.c"
     source.write_text("#include <cuda_runtime_api.h>\n#include \"fused_kernels.h\"\n"
                       "void call(int rows, int inputs, int hidden, void *x, void *w1, void *w2, void *b1, void *b2,\n"
-                      "          void *out) {\n  void *workspace;\n  size_t bytes;\n" + calls + "}\n")
+                      "          void *out) {\n" + calls + "}\n")
     result = execute(["gcc", "-std=c99", "-pedantic", "-Wall", "-Wextra", "-Werror", f"-I{HEADER}",
                       f"-I{ROOT / 'cpu/c'}", "-fsyntax-only", source])
     assert result.rc == 0, result.stderr

@@ -91,7 +91,8 @@ def gating_backward(d_out, x, w1, w2, b1=None, b2=None, gate="sigmoid", math="fp
     result, each gradient that of what it is the gradient of. In the 16-bit types x w1, x w2, d_s and d_v are rounded to
     the type in between. Layout: rows of d_out may be apart, a multiple of 16 bytes; else as gating(), and gradients are
     contiguous. Type, gate, math and errors: as gating(). Gradients: none. Source: operators/gating."""
-    return calls["gating_backward"](d_out, x, w1, w2, b1, b2, gate, math)
+    *results, d_b1, d_b2 = calls["gating_backward"](d_out, x, w1, w2, b1, b2, gate, math)
+    return *results, None if b1 is None else d_b1, None if b2 is None else d_b2  # an operator of PyTorch has no None
 
 
 def attention(q, k, v, causal=False, scale=None, log_sums=False):
