@@ -87,6 +87,8 @@ PREPARED = {
                  "    kMistake == 2 ? BM + 1 : kMistake > 2 ? BM + 4 : BM};")],
 }
 
+UNSCALED = ("return pack2<T>(pair.x, pair.y);", "return pack2<T>(pair.x, pair.y);", 1)  # the second is of dK
+
 WRONG = {
     "coalesce": [
         answer("^Right, but sectors for each load of a warp: 16.5",
@@ -290,6 +292,11 @@ WRONG = {
         answer("^A race", ("/* on_some_gpus */;", "__threadfence();")),
         answer("^A race", ("/* on_some_gpus */;", "__threadfence_block(); __syncwarp();")),
         answer("^A race", ("/* on_some_gpus */;", "named_barrier(1 + consumer, 128);")),
+    ],
+    "unscaled": [
+        answer("^Wrong", (*UNSCALED, "return pack2<T>(in.scale * pair.x, pair.y);")),  # every other column
+        answer("^Wrong", (*UNSCALED, "return pack2<T>(in.scale * in.scale * pair.x, in.scale * in.scale * pair.y);")),
+        answer("^Wrong", (*UNSCALED, "return pack2<T>(scale * pair.x, scale * pair.y);")),  # that of powers of 2
     ],
 }
 

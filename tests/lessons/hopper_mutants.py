@@ -683,7 +683,7 @@ SMALLER = {
     "operators_attention": [
         (r"add_table<half>", "add_table<__nv_bfloat16>"),
         (r"add_portable_ways<(?:128|256)>", "add_portable_ways<64>"),
-        (r"add_hopper_ways<(?:128|256), [^>]*>\(\);", "{}"),
+        (r"add_(?:tiles|short_tiles|small_blocks|parts_in_small_blocks)<(?:128|256), [^>]*>\(\);", "{}"),
     ],
 }
 

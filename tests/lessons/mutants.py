@@ -132,7 +132,8 @@ RING = "primitives/async_copy.cuh"
 HEADERS = {
     OF_CLIFFORD: ("operators/clifford/layer.cuh", "operators/clifford/streamed.cuh", "operators/clifford/unfused.cuh",
                   "operators/clifford/row_exchange.cuh", "operators/clifford/rows.cuh",
-                  "operators/clifford/clifford.cuh", "operators/clifford/algebra.cuh"),
+                  "operators/clifford/storage.cuh", "operators/clifford/clifford.cuh",
+                  "operators/clifford/algebra.cuh"),
     ATTENTION: (RING,),
     BACKWARD: (RING,),
     OF_ATTENTION: ("operators/attention/layer.cuh", "operators/attention/hopper.cuh",
