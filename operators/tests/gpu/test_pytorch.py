@@ -430,7 +430,7 @@ def test_gradients_by_pytorch(case):
     for one, other, operand in zip(found, in_fp64(function, operands, wanted, [d]), wanted):
         assert one.dtype == operand.dtype
         in_tf32 = case.name.startswith("clifford_connected") or case.name.endswith("-tf32")
-            rounded = 2.0**16 if in_tf32 else 2048
+        rounded = 2.0**16 if in_tf32 else 2048
         alike(one, other, rounded if one.dtype == FP32 else 8)
 
 
