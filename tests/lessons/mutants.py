@@ -83,6 +83,8 @@ def plant(program, lesson, text):
         there = hopper_mutants.HEADERS.get(lesson, ())
     if not any(mutant.operator for mutant in mutants):  # else `text` is not the lesson's
         text = with_headers(text, *(each for each in HEADERS.get(lesson, ()) if each not in there))
+        for each in there:  # whose text is there already, and whom those of HEADERS may include, too
+            text = text.replace(f'#include "{each}"\n', "\n")
     text = hopper_mutants.made_smaller(text, lesson, SMALLER)
     places = {}  # (where, what stands there) -> what becomes of it: several mistakes may have one place
     for mutant in mutants:
