@@ -1,6 +1,7 @@
 """Milliseconds of the ways for GPUs that are no Hopper, beside PyTorch's operators and torch.compile of these, on the
 GPU that is there: `FUSED_KERNELS_CAPABILITY=8.0 python3 operators/tests/gpu/portable.py [--json FILE] [FUNCTION...]`,
-where FUSED_KERNELS_LIBRARY names the library. A record belongs into results/<gpu>/python/portable.json.
+where FUSED_KERNELS_LIBRARY names the library. A record belongs into results/<gpu>/python/portable.json; that of 8.9,
+whose blocks have at most 99 KB of shared memory, into portable-8.9.json beside it.
 
 Rows are measured as times.py measures them: each a CUDA graph, in turn, with a cold L2 cache; the median counts. What
 ours is compared with is the faster one of the two others, in the same run; `bar` is what the ratio has to be. Before,
@@ -15,7 +16,7 @@ import torch
 
 import cases
 import times
-from cases import FP16, fused_kernels
+from cases import BF16, FP16, FP32, fused_kernels
 
 CAPABILITY = "FUSED_KERNELS_CAPABILITY"
 
@@ -31,6 +32,10 @@ class Row:
 def product():
     for n in (4096, 8192):
         yield Row(f"product, {n} x {n} x {n}, fp16", cases.product(n, n, n, FP16), torch.matmul, {False: 0.75})
+    n = 4096
+    for math in ("tf32", "fp32"):
+        yield Row(f"product, {n} x {n} x {n}, {math}", cases.product(n, n, n, FP32, math=math), torch.matmul,
+                  {False: None})
 
 
 def gated_layer():
@@ -50,6 +55,17 @@ def gradient_features():
               cases.features_in_fp64, {False: 2.5, True: 2.0})
 
 
+def softmax():
+    yield Row("softmax(x W), 4096 x 1024, 10000 classes, fp32", cases.softmax(4096, 1024, 10000),
+              lambda x, w: torch.softmax(x @ w, 1), {False: None})
+
+
+def attention():
+    case = cases.attention(4, 4096, 4096, 16, 16, 128, BF16)
+    case.run = fused_kernels.attention
+    yield Row("attention, 4 x 4096 x 16 x 128, bf16", case, times.attention_by_pytorch, {False: None, True: None})
+
+
 def clifford():
     yield Row("Clifford product, 8 x 8192 x 1024, fp32", cases.clifford(8192, 1024), times.clifford_by_pytorch,
               {False: 3.5, True: 10.0})
@@ -57,12 +73,14 @@ def clifford():
 
 # What each function's rows are. A generator, so that a row's operands live no longer than the row.
 FUNCTIONS = {"product": product, "gated layer": gated_layer, "diffusion": diffusion,
-             "gradient features": gradient_features, "Clifford product": clifford}
+             "gradient features": gradient_features, "softmax(x W)": softmax, "attention": attention,
+             "Clifford product": clifford}
 
 
 def measure(row, backward):
     """The record of a row. `way`: forward's. (Backward is called by a thread of PyTorch's.)"""
     torch.compiler.reset()
+    torch.set_float32_matmul_precision("high" if row.name.endswith("tf32") else "highest")
     took, own, other = times.measure(row.case, row.by_pytorch, backward)
     way = fused_kernels.library().fk_last_way().decode()
     assert own <= 2 * other, f"{row.name}: the relative error is {own}; that of PyTorch's operators is {other}"
