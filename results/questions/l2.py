@@ -17,7 +17,7 @@ RUNS = (
     ("10_clifford_gp", ["1024", "--features", "128"], "forward", "rows streamed"),
 )
 MODES = ("cold", "hot", "graph")
-SECONDS = 2
+SECONDS = 1
 
 
 def main():
