@@ -15,7 +15,8 @@ Tables stand between markers, which are lines of their own:
     <!-- peers (a line each:) RECORD: PROBLEM, PROBLEM -->...<!-- end -->  only of these
     <!-- operations RECORD -->...<!-- end -->             what count_clifford.py counted
     <!-- counted RECORD -->...<!-- end -->                what the CPU backend or a profiler counted
-    <!-- python RECORD -->...<!-- end -->                 what operators/tests/gpu/times.py recorded
+    <!-- python RECORD [RECORD ...] -->...<!-- end -->    what operators/tests/gpu/times.py recorded; of others than
+                                                          the first, ours
     <!-- choice RECORD -->...<!-- end -->                 what operators/tests/gpu/choice.py recorded
     <!-- answer RECORD -->...<!-- end -->                 what a script of results/questions recorded
     <!-- limits (a line each:) RECORD PROBLEM -->...<!-- end -->  what the least time of these would be on other GPUs
@@ -454,13 +455,19 @@ def sizes(what):
 
 
 def python_table(what):
-    """What operators/tests/gpu/times.py has recorded, a row per operator."""
-    run = record_named(what)
+    """What operators/tests/gpu/times.py has recorded, a row per operator. Of further records ("portable-8.9") there is
+    a column with ours ("ours as 8.9")."""
+    run, *others = map(record_named, what.split())
+    titles = ["PyTorch", "torch.compile", "ours", "PyTorch / ours", "compiled / ours"]
+    titles += [f"ours as {name.rsplit('-', 1)[1]}" for name in what.split()[1:]]
     lines = [f"{run['device']['name']}, PyTorch {run['pytorch']}.", "",
-             "| | PyTorch | torch.compile | ours | PyTorch / ours | compiled / ours |", "|---" + "|--:" * 5 + "|"]
+             f"| | {' | '.join(titles)} |", "|---" + "|--:" * len(titles) + "|"]
     for problem in run["problems"]:
         ms = [kernel_of(problem, name)["ms"]["median"] for name in ("PyTorch", "compiled", "ours")]
         cells = [problem["name"], *map(duration, ms), *(f"{time / ms[2]:.2f}x" for time in ms[:2])]
+        for other in others:
+            own = kernel_of(of_name(other["problems"], problem["name"], "problem"), "ours")
+            cells.append(duration(own["ms"]["median"]))
         lines.append("| " + " | ".join(cells) + " |")
     return "\n" + "\n".join(lines) + "\n"
 

@@ -77,14 +77,14 @@ FUNCTIONS = {"product": product, "gated layer": gated_layer, "diffusion": diffus
              "Clifford product": clifford}
 
 
-def measure(row, backward):
-    """The record of a row. `way`: forward's. (Backward is called by a thread of PyTorch's.)"""
+def measure(row, backward, compiled):
+    """The record of a row; without torch.compile unless `compiled`. `way`: forward's. (Backward is called by a thread of PyTorch's.)"""
     torch.compiler.reset()
     torch.set_float32_matmul_precision("high" if row.name.endswith("tf32") else "highest")
-    took, own, other = times.measure(row.case, row.by_pytorch, backward)
+    took, own, other = times.measure(row.case, row.by_pytorch, backward, compiled)
     way = fused_kernels.library().fk_last_way().decode()
     assert own <= 2 * other, f"{row.name}: the relative error is {own}; that of PyTorch's operators is {other}"
-    ratio, bar = min(took["PyTorch"], took["compiled"]) / took["ours"], row.bars[backward]
+    ratio, bar = min(took[name] for name in took if name != "ours") / took["ours"], row.bars[backward]
     label = row.name + ("; with backward" if backward else "")
     print(f"{label:60}" + "".join(f"{time:10.4f}" for time in took.values()) + f"{own:10.1e}{other:10.1e}{ratio:8.2f}"
           + (f" {'reaches' if ratio >= bar else 'MISSES'} {bar}" if bar else "") + f"   [{way}]", flush=True)
@@ -97,18 +97,20 @@ def main():
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("functions", nargs="*", metavar="FUNCTION", help=f"of {', '.join(FUNCTIONS)}; all, if none")
     parser.add_argument("--json", help="write a record to this file")
+    parser.add_argument("--eager", action="store_true", help="leave torch.compile out")
     options = parser.parse_args()
     for name in options.functions:
         if name not in FUNCTIONS:
             parser.error(f"there is no function {name}")
     print(f"{torch.cuda.get_device_name()} as {os.environ.get(CAPABILITY, 'what it is')}, PyTorch {torch.__version__}; "
           f"ms, L2 cache cold, median of {times.SAMPLES}")
-    print(f"{'':60}" + "".join(f"{name:>10}" for name in ("PyTorch", "compiled", "ours", "error", "PyTorch's"))
+    names = ["PyTorch", *(["compiled"] if not options.eager else []), "ours", "error", "PyTorch's"]
+    print(f"{'':60}" + "".join(f"{name:>10}" for name in names)
           + f"{'ratio':>8}")
     measured = []
     for name in options.functions or FUNCTIONS:
         for row in FUNCTIONS[name]():
-            measured += [measure(row, backward) for backward in row.bars]
+            measured += [measure(row, backward, not options.eager) for backward in row.bars]
             if options.json:
                 cases.write_record(options.json, measured)
 
