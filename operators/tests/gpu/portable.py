@@ -78,7 +78,8 @@ FUNCTIONS = {"product": product, "gated layer": gated_layer, "diffusion": diffus
 
 
 def measure(row, backward, compiled):
-    """The record of a row; without torch.compile unless `compiled`. `way`: forward's. (Backward is called by a thread of PyTorch's.)"""
+    """The record of a row; without torch.compile unless `compiled`. `way`: forward's. (Backward is called by a thread
+    of PyTorch's.)"""
     torch.compiler.reset()
     torch.set_float32_matmul_precision("high" if row.name.endswith("tf32") else "highest")
     took, own, other = times.measure(row.case, row.by_pytorch, backward, compiled)
