@@ -353,6 +353,12 @@ def test_in_a_process_of_its_own(name):
     assert result.returncode == 0, result.stdout + result.stderr
 
 
+def test_two_processes_train_as_one():
+    command = [sys.executable, str(pathlib.Path(__file__).with_name("processes.py"))]
+    result = subprocess.run(command, capture_output=True, text=True, timeout=SECONDS - 15)
+    assert result.returncode == 0, result.stdout + result.stderr
+
+
 def test_the_package_tests_itself():
     folder = pathlib.Path(fused_kernels.__file__).resolve().parents[1]
     result = subprocess.run([sys.executable, "-m", "fused_kernels"], cwd=folder, capture_output=True, text=True,
