@@ -44,6 +44,7 @@
 #include "primitives/row_parts.cuh"
 #include "primitives/spin.cuh"
 #include "problems/attention/backward.h"
+#include "problems/attention/cudnn.h"
 #include "problems/attention/library_backward.cuh"
 
 using namespace problems;
@@ -935,6 +936,14 @@ struct Table : AttentionBackwardProblem<T> {
         .needs_shared(kBytes);
   }
 
+  // cuDNN's row; or why there is none.
+  std::string add_peer() const {
+    return add_cudnn(*this, type_of<T>, CudnnAttention::Pass::backward, [=, this] {
+      return CudnnAttention::Memory{this->Q,     this->K,  this->V,  this->out, this->log_sums,
+                                    this->d_out, this->dQ, this->dK, this->dV};
+    });
+  }
+
   // A row, of which --runs is told.
   template <class Launch>
   Kernel& row(const std::string& name, Role role, Launch launch) const {
@@ -991,6 +1000,8 @@ void add_table(Lesson& lesson, cublasHandle_t blas, const std::string& type, Att
   tables.push_back(table);
   const auto library = std::make_shared<LibraryAttentionBackward<T>>(blas, *table);
   table->row("library", Role::library, [library] { (*library)(); });
+  const std::string why = lesson.on_cpu() ? "" : table->add_peer();
+  if (!why.empty()) lesson.note("cuDNN is left out: " + why + ".");
   switch (shape.width) {
     case 64:
       table->template add_lesson_kernels<64>();
@@ -1003,6 +1014,8 @@ void add_table(Lesson& lesson, cublasHandle_t blas, const std::string& type, Att
   }
   table->problem.compare("tensor cores", "library",
                          name + ": without S x T numbers in memory: % times as fast.");
+  table->problem.compare("deterministic", "cuDNN",
+                         name + ": the last kernel runs at % of cuDNN's rate.");
 }
 
 int main(int argc, char** argv) {
