@@ -69,7 +69,8 @@ std::string add_cudnn(const Table& to, Type type, CudnnAttention::Pass pass, Mem
     // Nobody says how long which of them takes: all are tried.
     ways.push_back({cudnn->name_of(plan), to.shape.flops() / 500e6, launch});
   }
-  to.kernel("cuDNN", Role::library, ways);
+  Kernel& row = to.kernel("cuDNN", Role::library, ways);
+  if constexpr (requires { to.ends(); }) row.occupies(to.ends() + workspace.bytes());
   return {};
 }
 

@@ -240,7 +240,8 @@ def measure(name, seconds):
         guesses.append(took / tried if way != tried_way else 1.0)
         for each, by_other in by_others.items():
             others.setdefault(each, []).append(by_other / took)
-        shapes.append((max(guesses[-1], took / min(by_others.values(), default=took)), shape, f"{took:.1f} us [{way}], tried {tried:.1f} us [{tried_way}]"
+        slower = max(guesses[-1], took / min(by_others.values(), default=took))
+        shapes.append((slower, shape, f"{took:.1f} us [{way}], tried {tried:.1f} us [{tried_way}]"
                        + "".join(f", {each} {by_other:.1f} us" for each, by_other in by_others.items())))
         del function, other
         if len(shapes) % 16 == 0:
