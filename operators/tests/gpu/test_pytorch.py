@@ -485,6 +485,22 @@ def test_gradients_of_attention(sizes, dtype, layout, guarded):
         alike(one, same, 2)
 
 
+@pytest.mark.parametrize("causal", [False, True])
+def test_what_attention_is_compared_with_passes_gradcheck(causal):
+    """Finite differences in fp64: of autograd's gradients, and of the formulas that cases.py compares with. With a mask
+    one query sees no key."""
+    shapes = (2, 5, 4, 3), (2, 4, 2, 3), (2, 4, 2, 3)
+    generator = torch.Generator(device="cuda").manual_seed(1)
+    q, k, v = (torch.randn(shape, generator=generator, dtype=torch.float64, device="cuda").requires_grad_()
+               for shape in shapes)
+    assert torch.autograd.gradcheck(lambda *each: cases.attention_in_fp64(*each, causal)[0], (q, k, v))
+    out, log_sums = cases.attention_in_fp64(q, k, v, causal)
+    d = torch.randn(out.shape, generator=generator, dtype=torch.float64, device="cuda")
+    formulas = cases.attention_gradient_sizes(d, q, k, v, out, log_sums, causal)
+    for found, (expected, _) in zip(torch.autograd.grad(out, (q, k, v), d), formulas, strict=True):
+        torch.testing.assert_close(found, expected)
+
+
 def test_gradients_of_attention_by_name():
     """The operator without log_sums, and as torch.compile sees a call that does not ask for them."""
     operands, wanted = with_gradients(cases.attention(2, 50, 200, 4, 2, 40, BF16))
