@@ -9,8 +9,8 @@
 // others store, and a barrier stops two warps, not eight. A block has one tile, and the hardware
 // gives the next tile to whichever multiprocessor has room first.
 //
-//   - A step has 8 k, a stage 4 KB: 64 numbers of a row of A are only 8 steps, but several stages
-//     can be under way.
+//   - A step has 8 or 16 k, and a stage some 4 to 12 KB. So all blocks have two or more stages under
+//     way, and a sum of 64 numbers already has 4 or 8 steps.
 //   - The step that has fewer k than the others is the first one. It is copied before the loop, so
 //     the loop copies without a question about k.
 //   - Where a multiprocessor has only a few tiles, a thread owns 8 x 4 elements: twice the warps.
@@ -18,7 +18,8 @@
 //     to copy it first.
 //   - Few tiles (Hopper and newer): 2, 4 or 8 blocks of a cluster share a tile, each with its range
 //     of k. Each sends the others their rows of its sums, through shared memory, adds up its own
-//     rows, and stores them. Sums do not go through memory, and nobody has to write zeros first.
+//     rows in the order of the ranges, and stores them. Sums do not go through memory, and nobody
+//     has to write zeros first.
 #pragma once
 
 #include <algorithm>
