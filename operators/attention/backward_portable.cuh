@@ -270,8 +270,8 @@ __global__ void __launch_bounds__(Tile::kThreads, Tile::kBlocks)
     const int query = query_of(step);
     const auto& stage = shared.stages[ahead.next() % 2];
 
-    // The first query of the tile sees the fewest keys. Where it sees all of the block's, nothing is
-    // masked. (A query behind the last one is all zeros, and so are its parts of the results.)
+    // The first query of the tile sees the fewest keys. Where it sees all of the block's, nothing
+    // is masked. (A query behind the last one is all zeros, and so are its parts of the results.)
     const bool masked = key0 + kKeys > in.limit(query);
     if constexpr (Tile::kInPairs) {
       const bool odd = warp % 2;

@@ -119,8 +119,8 @@ struct BackwardWideBlock {
     }
   }
 
-  /// The producer warp of K, V, and of Q with its logarithms; or that of d_out with D. Where there is
-  /// no query, and where a query sees no key or only logits of -infinity, P has to be 0: the
+  /// The producer warp of K, V, and of Q with its logarithms; or that of d_out with D. Where there
+  /// is no query, and where a query sees no key or only logits of -infinity, P has to be 0: the
   /// logarithm becomes +infinity.
   template <bool kOfQ>
   __device__ void bring() const {
