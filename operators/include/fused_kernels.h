@@ -420,8 +420,8 @@ FK_API int fk_clifford_connected_workspace(const fk_clifford* clifford, size_t* 
  * least 1; features is at most 8192, batch * features at most 2^30. `gate`, `unweighted` and
  * `weight_type` are 0. Type: fp32; products and weights are rounded to TF32, and added up in fp32.
  * Alignment: each pointer to 16 bytes. Written: out, which must not overlap an operand. Device:
- * compute capability 9.0; the blocks of a kernel start together, and so a call in another stream
- * waits until there is room for all. */
+ * compute capability 8.0 and newer. On 9.0 the blocks of a kernel start together, and so a call in
+ * another stream waits until there is room for all. */
 FK_API int fk_clifford_connected_forward(const fk_clifford* clifford, const void* x, const void* y,
                                          const void* w, void* out, void* workspace,
                                          size_t workspace_bytes, struct CUstream_st* stream);

@@ -125,11 +125,6 @@ int64_t check_stride(const char* name, int64_t stride, int64_t cols, size_t elem
   return stride;
 }
 
-void check_hopper(const char* name) {
-  const TakingFor device(capability_to_plan_for());
-  if (!primitives::is_hopper()) refuse_capability(name, "9.0");
-}
-
 void check_capability(const char* name, int least) {
   const TakingFor device(capability_to_plan_for());
   if (primitives::compute_capability() >= least) return;

@@ -59,8 +59,6 @@ constexpr int64_t extent(int64_t rows, int64_t cols, int64_t stride) {
   return (rows - 1) * stride + cols;
 }
 constexpr int64_t or_dense(int64_t stride, int64_t cols) { return stride == 0 ? cols : stride; }
-/// Refuses a GPU that is not of compute capability 9.0, or is taken for another one.
-void check_hopper(const char* name);
 /// Refuses a GPU that is of a compute capability below this one, such as 80, or is taken for one.
 void check_capability(const char* name, int least);
 
