@@ -269,8 +269,10 @@ constexpr const Function* kFunctions[] = {&product_forward,
                                           &clifford_connected_backward,
                                           &cross_entropy_forward,
                                           &cross_entropy_backward,
-                                          &attention_backward};
-static_assert(std::size(kFunctions) == FK_ATTENTION_BACKWARD);
+                                          &attention_backward,
+                                          &product_bias_forward,
+                                          &product_backward};
+static_assert(std::size(kFunctions) == FK_PRODUCT_BACKWARD);
 
 const Function& with_number(int number) {
   if (number >= 1 && number <= static_cast<int>(std::size(kFunctions))) {

@@ -63,7 +63,7 @@ def test_the_bits_of_a_call(library, monkeypatch, kind):
 
 def test_there_is_a_plan_of_each_function(library):
     calls = [kind(library) for kind in KINDS]
-    assert sorted(map(number_of, calls)) == [*range(1, fused_kernels.FK_ATTENTION_BACKWARD + 1)]
+    assert sorted(map(number_of, calls)) == [*range(1, fused_kernels.FK_PRODUCT_BACKWARD + 1)]
     for call in calls:
         call.free()
 
