@@ -309,8 +309,11 @@ def clifford_connected(x, y, w, signature=(3, 0, 0), normed=True):
     Gradients: of x, y and w, by clifford_connected_backward(); an incoming gradient that is not contiguous is copied.
     There are no second derivatives.
 
-    The blocks of a kernel start together, so a call waits until its stream finds room for all of them. Source:
-    operators/clifford_connected; the bonus lesson on multivectors, mixed explains it."""
+    On compute capability 9.0 the blocks of a kernel start together, so a call waits until its stream finds room for all
+    of them.
+
+    Raises a ValueError for shapes, types or layouts that are not these, and a RuntimeError for a GPU below compute
+    capability 8.0. Source: operators/clifford_connected; the bonus lesson on multivectors, mixed explains it."""
     return calls["clifford_connected"](x, y, w, signature, normed)
 
 
