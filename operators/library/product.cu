@@ -11,6 +11,7 @@
 #include "operators/library/products.h"
 #include "operators/product/fp32.cuh"
 #include "operators/product/half_product.cuh"
+#include "operators/product/layouts/hopper.cuh"
 #include "operators/product/layouts/layouts.cuh"
 #include "operators/product/tf32_product.cuh"
 
@@ -147,6 +148,21 @@ Multiply<T> multiply_in(const fk_product& product) {
   };
 }
 
+/// Of a factor that lies transposed, without a copy: on Hopper, in the types of 2 bytes.
+template <typename T>
+MultiplyTurned<T> multiply_turned_in() {
+  if constexpr (std::is_same_v<T, float>) {
+    return {};
+  } else {
+    if (!primitives::is_hopper()) return {};
+    return [](const Workspace& workspace, const Memory<T>& a, const Memory<T>& b,
+              const Memory<T>& c, ProductShape shape, RowStrides strides, bool a_is_turned) {
+      if (a_is_turned) return TurnedProduct<T, true>(workspace, a, b, c, shape, strides).ways();
+      return TurnedProduct<T, false>(workspace, a, b, c, shape, strides).ways();
+    };
+  }
+}
+
 /// Calls run with half(), __nv_bfloat16() or float(), the type in memory.
 template <typename Run>
 auto with_type(const fk_product& product, Run run) {
@@ -185,7 +201,7 @@ Operator forward_of(const fk_product& product, bool has_bias) {
       const int64_t batch = batch_of(product);
       std::optional<Memory<T>> bias;
       if (has_bias) bias = at.memory<T>(2, product.cols);
-      return LayoutProduct<T>(workspace, multiply_in<T>(product),
+      return LayoutProduct<T>(workspace, multiply_in<T>(product), multiply_turned_in<T>(),
                               matrices_at<T>(at, 0, a_of(product), batch, product.transpose_a == 1),
                               matrices_at<T>(at, 1, b_of(product), batch, product.transpose_b == 1),
                               matrices_at<T>(at, has_bias ? 3 : 2, c_of(product), batch, false),
@@ -220,8 +236,8 @@ std::vector<operators::Way> gradients_of(const fk_product& product,
   own.only.clear(), own.all_ways = false;
   const auto best = [&](const Matrices<T>& left, const Matrices<T>& right,
                         const Matrices<T>& to) -> operators::Way {
-    const auto ways = LayoutProduct<T>(own, multiply_in<T>(product), left, right, to, batch,
-                                       takes_dense_rows(product))
+    const auto ways = LayoutProduct<T>(own, multiply_in<T>(product), multiply_turned_in<T>(), left,
+                                       right, to, batch, takes_dense_rows(product))
                           .ways();
     if (ways.empty()) return {};
     return *std::min_element(ways.begin(), ways.end(), [](const auto& one, const auto& other) {
