@@ -6,13 +6,14 @@
 // of 16 bytes, converts nothing, and asks for no end of a sum. As each matrix of a kind has the
 // same size, one kernel computes the three products of the layer:
 //
-//     z_k  = sum over t of P_t,k w[t]      P: as it lies (rows, k)   w: as it lies (k, columns)
-//     dw_t = sum over k of P_t,k^T dz_k    P: (k, rows)              dz: (k, columns)
-//     dP_t,k = dz_k w[t]^T                 dz: (rows, k)             w: (columns, k)
+//     z_k  = sum over t of P_t,k w[t]      P: (rows, k)    w: transposed before, (columns, k)
+//     dP_t,k = dz_k w[t]^T                 dz: (rows, k)   w: as it lies, (columns, k)
+//     dw_t = sum over k of P_t,k^T dz_k    P: (k, rows)    dz: (k, columns)
 //
 // where k is what is summed over. ldmatrix loads the fragments of a factor in which neighbours
-// along k lie beside each other. It cannot transpose elements of 4 bytes, so those of the others
-// are loaded number by number, which takes shared memory no longer.
+// along k lie beside each other. It cannot transpose elements of 4 bytes, so those of the last
+// product are loaded number by number, which takes shared memory no longer. (w is transposed
+// because it is rounded, and so copied, in any case.)
 #pragma once
 
 #include <algorithm>
@@ -33,22 +34,22 @@ using namespace clifford;
 enum class Beside { k, results };
 
 /// A block of four warps has a tile of kSide x kSide of a result, a warp a quarter of it. A step
-/// has 16 of k. The large tile is for two blocks on a multiprocessor, the small one for shapes that
+/// has 32 of k. The large tile is for two blocks on a multiprocessor, the small one for shapes that
 /// have too few large ones.
 template <int kSide>
 struct MixTile {
-  static constexpr int kDepth = 16, kStages = 4, kThreads = 128, kOfWarp = kSide / 2;
+  static constexpr int kDepth = 32, kStages = 3, kThreads = 128, kOfWarp = kSide / 2;
   static constexpr int kFactor = kSide * kDepth;  ///< floats of a factor's tile
   static constexpr int kSharedBytes = kStages * 2 * kFactor * 4;
   static constexpr int kResident = kSide > 64 ? 2 : 4;
 
   /// Where piece `piece` (16 bytes) of line `line` of a factor's tile lies, in floats. With
-  /// Beside::k a line is a row or column of the result, four pieces of k long, and eight lines are
+  /// Beside::k a line is a row or column of the result, eight pieces of k long, and eight lines are
   /// read at once (see swizzle()). With Beside::results it is one of k, and a warp reads eight
   /// neighbours of four such lines at once: they lie in 32 banks.
   template <Beside kBeside>
   __device__ static int place(int line, int piece) {
-    if constexpr (kBeside == Beside::k) return line * kDepth + 4 * (piece ^ (line / 2 % 4));
+    if constexpr (kBeside == Beside::k) return line * kDepth + 4 * (piece ^ (line % 8));
     return line * kSide + 4 * (piece ^ (2 * (line % 4)));
   }
 };
@@ -105,41 +106,84 @@ __device__ __forceinline__ void copy_mix_tile(float* to, const float* matrix, in
   }
 }
 
-/// Loads the fragments of a left factor's 16 kCount rows, from `row` on, and 8 of k.
-template <class Tile, Beside kBeside, int kCount>
-__device__ __forceinline__ void load_mix_left(unsigned (&a)[kCount][4], const float* tile, int row,
-                                              int k) {
+/// Loads the fragments of a left factor's 16 rows, from `row` on, and 8 of k.
+template <class Tile, Beside kBeside>
+__device__ __forceinline__ void load_mix_left(unsigned (&a)[4], const float* tile, int row, int k) {
   const int lane = threadIdx.x % 32;
+  if constexpr (kBeside == Beside::k) {
+    ldmatrix_x4(a, tile + Tile::template place<kBeside>(row + lane % 16, k / 4 + lane / 16));
+  } else {
 #pragma unroll
-  for (int i = 0; i < kCount; ++i) {
-    if constexpr (kBeside == Beside::k) {
-      const int line = row + 16 * i + lane % 16;
-      ldmatrix_x4(a[i], tile + Tile::template place<kBeside>(line, k / 4 + lane / 16));
-    } else {
-#pragma unroll
-      for (int e = 0; e < 4; ++e) {
-        const int line = k + lane % 4 + e / 2 * 4, at = row + 16 * i + e % 2 * 8 + lane / 4;
-        a[i][e] = __float_as_uint(tile[Tile::template place<kBeside>(line, at / 4) + at % 4]);
-      }
+    for (int e = 0; e < 4; ++e) {
+      const int line = k + lane % 4 + e / 2 * 4, at = row + e % 2 * 8 + lane / 4;
+      a[e] = __float_as_uint(tile[Tile::template place<kBeside>(line, at / 4) + at % 4]);
     }
   }
 }
 
-/// The same of a right factor's 16 kCount columns, from `col` on: of each 8 columns two registers.
-template <class Tile, Beside kBeside, int kCount>
-__device__ __forceinline__ void load_mix_right(unsigned (&b)[kCount][4], const float* tile, int col,
+/// The same of a right factor's 16 columns, from `col` on: of each 8 columns two registers.
+template <class Tile, Beside kBeside>
+__device__ __forceinline__ void load_mix_right(unsigned (&b)[4], const float* tile, int col,
                                                int k) {
   const int lane = threadIdx.x % 32;
+  if constexpr (kBeside == Beside::k) {
+    const int line = col + lane % 8 + lane / 16 * 8;
+    ldmatrix_x4(b, tile + Tile::template place<kBeside>(line, k / 4 + lane / 8 % 2));
+  } else {
 #pragma unroll
-  for (int j = 0; j < kCount; ++j) {
-    if constexpr (kBeside == Beside::k) {
-      const int line = col + 16 * j + lane % 8 + lane / 16 * 8;
-      ldmatrix_x4(b[j], tile + Tile::template place<kBeside>(line, k / 4 + lane / 8 % 2));
-    } else {
+    for (int e = 0; e < 4; ++e) {
+      const int line = k + lane % 4 + e % 2 * 4, at = col + e / 2 * 8 + lane / 4;
+      b[e] = __float_as_uint(tile[Tile::template place<kBeside>(line, at / 4) + at % 4]);
+    }
+  }
+}
+
+/// Adds up a warp's sums, from (row, col) of the tile on, over all steps of `ahead` (CopiesAhead).
+/// Fragments are loaded while those before them are multiplied: of the left factor those of the next
+/// 16 rows, and of a right factor that ldmatrix loads those of the next 8 of k. (Another one is
+/// loaded when it is needed, since registers for it twice are not left.) The next step's tiles are
+/// waited for as soon as all fragments of this step's have been loaded.
+template <class Tile, Beside kA, Beside kB, class Ahead>
+__device__ __forceinline__ void mix_steps(float (&sum)[Tile::kOfWarp / 16][Tile::kOfWarp / 8][4],
+                                          Ahead& ahead, const float* stages, int steps, int row,
+                                          int col) {
+  constexpr int kRows = Tile::kOfWarp / 16;  // and as many times 16 columns
+  constexpr bool kEarly = kB == Beside::k;
+  const auto stage_of = [&](int step) { return stages + step % Tile::kStages * 2 * Tile::kFactor; };
+  unsigned a[2][4], b[kEarly ? 2 : 1][kRows][4];
+  const float* stage = stage_of(ahead.next());
+  const auto load_right = [&](unsigned(&to)[kRows][4], int j, int k) {
+    load_mix_right<Tile, kB>(to[j], stage + Tile::kFactor, col + 16 * j, k);
+  };
+  load_mix_left<Tile, kA>(a[0], stage, row, 0);
 #pragma unroll
-      for (int e = 0; e < 4; ++e) {
-        const int line = k + lane % 4 + e % 2 * 4, at = col + 16 * j + e / 2 * 8 + lane / 4;
-        b[j][e] = __float_as_uint(tile[Tile::template place<kBeside>(line, at / 4) + at % 4]);
+  for (int j = 0; j < kRows; ++j) load_right(b[0], j, 0);
+  for (int step = 0; step < steps; ++step) {
+#pragma unroll
+    for (int k = 0; k < Tile::kDepth; k += 8) {
+      const bool turns = k + 8 == Tile::kDepth;  // the next 8 of k are the next step's
+      const int now = kEarly ? k / 8 % 2 : 0, next_k = turns ? 0 : k + 8;
+#pragma unroll
+      for (int i = 0; i < kRows; ++i) {
+        if (i + 1 < kRows) {
+          load_mix_left<Tile, kA>(a[(i + 1) % 2], stage, row + 16 * (i + 1), k);
+        } else {
+          if (turns) stage = stage_of(ahead.next());  // after the last step it is never used
+          load_mix_left<Tile, kA>(a[(i + 1) % 2], stage, row, next_k);
+        }
+#pragma unroll
+        for (int j = 0; j < kRows; ++j) {
+          if (kEarly && (turns ? i + 1 == kRows : j == i)) load_right(b[1 - now], j, next_k);
+        }
+#pragma unroll
+        for (int j = 0; j < 2 * kRows; ++j) {
+          mma_m16n8k8_tf32(sum[i][j], a[i % 2], b[now][j / 2][j % 2 * 2],
+                           b[now][j / 2][j % 2 * 2 + 1]);
+        }
+      }
+      if constexpr (!kEarly) {
+#pragma unroll
+        for (int j = 0; j < kRows; ++j) load_right(b[0], j, next_k);
       }
     }
   }
@@ -177,22 +221,7 @@ __global__ void __launch_bounds__(Tile::kThreads, Tile::kResident)
 
   const int warp = threadIdx.x / 32, row = warp / 2 * kOfWarp, col = warp % 2 * kOfWarp;
   float sum[kOfWarp / 16][kOfWarp / 8][4] = {};
-  for (int step = 0; step < steps; ++step) {
-    const float* const stage = mix_stages + ahead.next() % Tile::kStages * 2 * Tile::kFactor;
-#pragma unroll
-    for (int k = 0; k < Tile::kDepth; k += 8) {
-      unsigned a[kOfWarp / 16][4], b[kOfWarp / 16][4];
-      load_mix_left<Tile, kA>(a, stage, row, k);
-      load_mix_right<Tile, kB>(b, stage + Tile::kFactor, col, k);
-#pragma unroll
-      for (int i = 0; i < kOfWarp / 16; ++i) {
-#pragma unroll
-        for (int j = 0; j < kOfWarp / 8; ++j) {
-          mma_m16n8k8_tf32(sum[i][j], a[i], b[j / 2][j % 2 * 2], b[j / 2][j % 2 * 2 + 1]);
-        }
-      }
-    }
-  }
+  mix_steps<Tile, kA, kB>(sum, ahead, mix_stages, steps, row, col);
 
   // Four lanes that are neighbours store a sector of 32 bytes.
   float* const to = of.to + share * of.to_share + sum_of.to * of.to_size;
@@ -216,6 +245,24 @@ __global__ void __launch_bounds__(Tile::kThreads, Tile::kResident)
         if (c + 1 < of.cols) element[1] = of.adds ? element[1] + two.y : two.y;
       }
     }
+  }
+}
+
+/// The weights in TF32, each matrix transposed, with zeros up to `stride` rows and columns. A block
+/// has a piece of 32 x 32, which is read and written by rows.
+__global__ void __launch_bounds__(256)
+    round_transposed(const float* w, float* to, int features, int stride) {
+  __shared__ float piece[32][32 + 1];
+  const size_t t = blockIdx.z;
+  const int x = threadIdx.x % 32, row0 = blockIdx.y * 32, col0 = blockIdx.x * 32;
+  for (int y = threadIdx.x / 32; y < 32; y += 8) {
+    const int row = row0 + y, col = col0 + x;
+    const bool inside = row < features && col < features;
+    piece[y][x] = inside ? rounded_to_tf32(w[(t * features + row) * features + col]) : 0;
+  }
+  __syncthreads();
+  for (int y = threadIdx.x / 32; y < 32; y += 8) {
+    to[(t * stride + col0 + y) * stride + row0 + x] = piece[x][y];
   }
 }
 
@@ -258,14 +305,13 @@ class Portable {
     PlaneMaker<A> maker{of.x, of.y, planes, chunk, 1, 0};
     maker.together = chunk.row_blocks();
     maker.before = maker.units();
-    make_planes<A><<<maker.before / 4, 128, 0, of.workspace.stream>>>(maker);
+    make_planes<A><<<maker.before / 4, 128, 0, of.stream>>>(maker);
   }
 
   void forward() const {
     const Layer& layer = of.layer;
-    const int threads = std::min(stride, 256);
-    round_weights<<<dim3(ceil_div(stride, threads), stride, A::kTriples), threads, 0,
-                    of.workspace.stream>>>(of.w, weights.data(), layer.features, stride);
+    round_transposed<<<dim3(stride / 32, stride / 32, A::kTriples), 256, 0, of.stream>>>(
+        of.w, weights.data(), layer.features, stride);
     for (int first = 0; first < layer.batch; first += rows) {
       const Chunk piece = chunk(first);
       make_planes_of(piece);
@@ -290,15 +336,15 @@ class Portable {
           product.of.sums[product.of.count++] = sum(at, order.slots(c), blade);
         }
       });
-      launch<Beside::k, Beside::results>(product);
+      launch<Beside::k, Beside::k>(product);
     }
     if (!layer.normed) return;
-    launch_clusters_on(of.workspace.stream,
-                       layer.features % 4 == 0 ? finish_rows<A, 4> : finish_rows<A, 1>, 1, false,
-                       dim3(layer.batch, A::kGrades), 256, 0, static_cast<const float*>(of.out), 1,
-                       of.out.data(), inverses.data(), layer);
+    launch_clusters_on(of.stream, layer.features % 4 == 0 ? finish_rows<A, 4> : finish_rows<A, 1>,
+                       1, false, dim3(layer.batch, A::kGrades), 256, 0,
+                       static_cast<const float*>(of.out), 1, of.out.data(), inverses.data(), layer);
   }
 
+  /// Weights as a product reads them.
   MixMatrices weights_of() const { return {weights, static_cast<size_t>(stride) * stride, stride}; }
   static constexpr int kDepth = MixTile<64>::kDepth;
   static MixPairs::Pair pair(int a, int b) {
@@ -330,8 +376,9 @@ class Portable {
       const auto kernel = mix_product<Tile, kA, kB>;
       allow_shared_bytes(kernel, Tile::kSharedBytes);
       const auto blocks = static_cast<unsigned>(product.of.count * tiles_of<Tile>(product));
-      mix_product<Tile, kA, kB><<<dim3(blocks, product.shares), Tile::kThreads, Tile::kSharedBytes,
-                                  of.workspace.stream>>>(product);
+      mix_product<Tile, kA, kB>
+          <<<dim3(blocks, product.shares), Tile::kThreads, Tile::kSharedBytes, of.stream>>>(
+              product);
     };
     const int64_t large = product.of.count * tiles_of<MixTile<128>>(product) * product.shares;
     if (large >= multiprocessors()) {
@@ -361,6 +408,7 @@ class PortableBackward {
       : forward_(layer),
         d_(gradients),
         dz_(workspace().template any<float>(A::kBlades * layer.largest().matrix())),
+        weights_(workspace().template any<float>(layer.weights.size())),
         shares_(shares_of(layer)),
         partials_(shares_ > 1 ? workspace().template any<float>(shares_ * d_.dw.size()) : d_.dw) {}
 
@@ -368,21 +416,23 @@ class PortableBackward {
     const CliffordTensors& of = forward_.of;
     const int features = of.layer.features;
     forward_.forward();
+    const int stride = forward_.stride, threads = std::min(stride, 256);
+    round_weights<<<dim3(ceil_div(stride, threads), stride, A::kTriples), threads, 0, of.stream>>>(
+        of.w, weights_.data(), features, stride);
     for (int first = forward_.last_chunk(); first >= 0; first -= forward_.rows) {
       const Chunk chunk = forward_.chunk(first);
-      result_gradients<A><<<chunk.pitch, 256, 0, of.workspace.stream>>>(
-          of.out, d_.d_out, forward_.inverses, dz_.data(), first, chunk.stride, chunk.matrix(),
-          of.layer);
+      result_gradients<A><<<chunk.pitch, 256, 0, of.stream>>>(of.out, d_.d_out, forward_.inverses,
+                                                              dz_.data(), first, chunk.stride,
+                                                              chunk.matrix(), of.layer);
       if (first != forward_.last_chunk()) forward_.make_planes_of(chunk);
       multiply_for_weights(chunk);
       multiply_for_planes(chunk);
       const int width = features % 2 == 0 ? 2 : 1;
-      launch_clusters_on(of.workspace.stream,
-                         width == 2 ? take_planes_apart<A, 2> : take_planes_apart<A, 1>, 1, false,
-                         dim3(ceil_div(features, 128 * width), chunk.rows), 128, 0,
+      launch_clusters_on(of.stream, width == 2 ? take_planes_apart<A, 2> : take_planes_apart<A, 1>,
+                         1, false, dim3(ceil_div(features, 128 * width), chunk.rows), 128, 0,
                          PlaneTaker<A>{of.x, of.y, forward_.planes, d_.dx, d_.dy, chunk});
     }
-    add_partials(d_, partials_, shares_, of.workspace.stream);
+    add_partials(d_, partials_, shares_, of.stream);
   }
 
  private:
@@ -422,18 +472,19 @@ class PortableBackward {
 
   void multiply_for_planes(const Chunk& chunk) const {
     const int features = chunk.layer.features;
-    MixProduct product{.a = {dz_, chunk.matrix(), chunk.stride},
-                       .b = forward_.weights_of(),
-                       .to = forward_.planes.data(),
-                       .to_size = chunk.matrix(),
-                       .to_share = 0,
-                       .to_stride = chunk.stride,
-                       .rows = chunk.rows,
-                       .cols = features,
-                       .depth = ceil_div(features, Portable<A>::kDepth),
-                       .shares = 1,
-                       .adds = false,
-                       .of = {}};
+    MixProduct product{
+        .a = {dz_, chunk.matrix(), chunk.stride},
+        .b = {weights_, static_cast<size_t>(chunk.stride) * chunk.stride, chunk.stride},
+        .to = forward_.planes.data(),
+        .to_size = chunk.matrix(),
+        .to_share = 0,
+        .to_stride = chunk.stride,
+        .rows = chunk.rows,
+        .cols = features,
+        .depth = ceil_div(features, Portable<A>::kDepth),
+        .shares = 1,
+        .adds = false,
+        .of = {}};
     forward_.for_planes([&](int, int slot, int blade, int plane, int) {
       product.of.pairs[plane] = forward_.pair(blade, forward_.order.triple_of[slot]);
       product.of.sums[product.of.count++] = forward_.sum(plane, 1, plane);
@@ -443,7 +494,7 @@ class PortableBackward {
 
   Portable<A> forward_;
   CliffordGradients d_;
-  Memory<float> dz_;
+  Memory<float> dz_, weights_;  ///< weights as they lie, in TF32
   int shares_;
   Memory<float> partials_;
 };

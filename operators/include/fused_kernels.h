@@ -147,8 +147,8 @@ FK_API int fk_product_bias_workspace(const fk_product* product, size_t* bytes);
 
 /* c = a b + bias: fk_product_forward() with a bias (cols) of the description's type, which is added
  * to each row of c, the same for all of the batch. It may be NULL, for zeros. In FK_FLOAT16 and
- * FK_BFLOAT16 a b is rounded to the type before the bias is added, and the sum after it. All else
- * is as there. Written: c, which must not overlap an operand. */
+ * FK_BFLOAT16 a b may be rounded to the type before the bias is added; the sum is rounded after it.
+ * All else is as there. Written: c, which must not overlap an operand. */
 FK_API int fk_product_bias_forward(const fk_product* product, const void* a, const void* b,
                                    const void* bias, void* c, void* workspace,
                                    size_t workspace_bytes, struct CUstream_st* stream);

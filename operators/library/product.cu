@@ -11,6 +11,7 @@
 #include "operators/library/products.h"
 #include "operators/product/fp32.cuh"
 #include "operators/product/half_product.cuh"
+#include "operators/product/layouts/batch.cuh"
 #include "operators/product/layouts/hopper.cuh"
 #include "operators/product/layouts/layouts.cuh"
 #include "operators/product/tf32_product.cuh"
@@ -131,36 +132,51 @@ void check_backward(const fk_product& product) {
                {"depth", product.depth, std::min<int64_t>(most, 1 << 26)}});
 }
 
-/// Of a number of elements of T: what the description's type multiplies.
+/// What multiplies in the description's type. Of a factor that lies transposed Hopper needs no copy
+/// in the types of 2 bytes.
 template <typename T>
-Multiply<T> multiply_in(const fk_product& product) {
-  return [type = product.type](const Workspace& workspace, const Memory<T>& a, const Memory<T>& b,
-                               const Memory<T>& c, ProductShape shape, RowStrides strides) {
-    if constexpr (!std::is_same_v<T, float>) {
-      return HalfProduct<T>(workspace, a, b, c, shape, strides).ways();
-    } else if (type == FK_TF32) {
-      return Tf32Product<Math::tf32>(workspace, a, b, c, shape, strides).ways();
-    } else if (type == FK_TF32X3) {
-      return Tf32Product<Math::split>(workspace, a, b, c, shape, strides).ways();
-    } else {
-      return Fp32Product(workspace, a, b, c, shape).ways();
-    }
-  };
-}
-
-/// Of a factor that lies transposed, without a copy: on Hopper, in the types of 2 bytes.
-template <typename T>
-MultiplyTurned<T> multiply_turned_in() {
-  if constexpr (std::is_same_v<T, float>) {
-    return {};
-  } else {
-    if (!primitives::is_hopper()) return {};
-    return [](const Workspace& workspace, const Memory<T>& a, const Memory<T>& b,
-              const Memory<T>& c, ProductShape shape, RowStrides strides, bool a_is_turned) {
-      if (a_is_turned) return TurnedProduct<T, true>(workspace, a, b, c, shape, strides).ways();
-      return TurnedProduct<T, false>(workspace, a, b, c, shape, strides).ways();
+Multiplies<T> multiplies_of(const fk_product& product) {
+  Multiplies<T> found{
+      .one =
+          [type = product.type](const Caller& caller, const Memory<T>& a, const Memory<T>& b,
+                                const Memory<T>& c, ProductShape shape, RowStrides strides) {
+            if constexpr (!std::is_same_v<T, float>) {
+              return HalfProduct<T>(caller, a, b, c, shape, strides).ways();
+            } else if (type == FK_TF32) {
+              return Tf32Product<Math::tf32>(caller, a, b, c, shape, strides).ways();
+            } else if (type == FK_TF32X3) {
+              return Tf32Product<Math::split>(caller, a, b, c, shape, strides).ways();
+            } else {
+              return Fp32Product(caller, a, b, c, shape).ways();
+            }
+          },
+      .dense_rows = takes_dense_rows(product),
+      .as_they_lie = {},
+      .at_once =
+          [type = product.type](const Caller& caller, const Matrices<T>& a, const Matrices<T>& b,
+                                const Matrices<T>& c, int64_t batch) {
+            if constexpr (!std::is_same_v<T, float>) {
+              return half_batch_ways<T>(caller, a, b, c, batch);
+            } else if (type == FK_TF32) {
+              return fp32_batch_ways<Math::tf32>(caller, a, b, c, batch);
+            } else if (type == FK_TF32X3) {
+              return fp32_batch_ways<Math::split>(caller, a, b, c, batch);
+            } else {
+              return fp32_batch_ways<Math::fp32>(caller, a, b, c, batch);
+            }
+          }};
+  if constexpr (!std::is_same_v<T, float>) {
+    if (!primitives::is_hopper()) return found;
+    found.as_they_lie = [](const Caller& caller, const Memory<T>& a, const Memory<T>& b,
+                           const Memory<T>& c, ProductShape shape, RowStrides strides,
+                           bool a_is_transposed, const std::optional<Memory<T>>& bias) {
+      if (a_is_transposed) {
+        return TurnedProduct<T, true>(caller, a, b, c, shape, strides, bias).ways();
+      }
+      return TurnedProduct<T, false>(caller, a, b, c, shape, strides, bias).ways();
     };
   }
+  return found;
 }
 
 /// Calls run with half(), __nv_bfloat16() or float(), the type in memory.
@@ -196,16 +212,16 @@ Matrices<T> transposed(Matrices<T> of) {
 /// The product a b = c, or a b + bias = c, of a description that has been checked. The operands are
 /// a, b and c; or a, b, bias and c.
 Operator forward_of(const fk_product& product, bool has_bias) {
-  return [=](const operators::Workspace& workspace, const Operands& at) {
+  return [=](const operators::Caller& caller, const Operands& at) {
     return with_type(product, [&]<typename T>(T) {
       const int64_t batch = batch_of(product);
       std::optional<Memory<T>> bias;
       if (has_bias) bias = at.memory<T>(2, product.cols);
-      return LayoutProduct<T>(workspace, multiply_in<T>(product), multiply_turned_in<T>(),
+      return LayoutProduct<T>(caller, multiplies_of<T>(product),
                               matrices_at<T>(at, 0, a_of(product), batch, product.transpose_a == 1),
                               matrices_at<T>(at, 1, b_of(product), batch, product.transpose_b == 1),
                               matrices_at<T>(at, has_bias ? 3 : 2, c_of(product), batch, false),
-                              batch, takes_dense_rows(product), bias)
+                              batch, bias)
           .ways();
     });
   };
@@ -221,8 +237,7 @@ Lying gradient_of(Lying of) {
 /// Its gradients: two products, and the sums of the rows of d_c. The operands are d_c, a, b, d_a,
 /// d_b and d_bias; of the last three those that are not wanted are NULL.
 template <typename T>
-std::vector<operators::Way> gradients_of(const fk_product& product,
-                                         const operators::Workspace& workspace,
+std::vector<operators::Way> gradients_of(const fk_product& product, const operators::Caller& caller,
                                          const Operands& at) {
   const int64_t batch = batch_of(product);
   const bool ta = product.transpose_a == 1, tb = product.transpose_b == 1;
@@ -232,24 +247,21 @@ std::vector<operators::Way> gradients_of(const fk_product& product,
   const auto b = matrices_at<T>(at, 2, lying_b, batch, tb);
   const auto d_a = matrices_at<T>(at, 3, gradient_of(lying_a), batch, false);
   const auto d_b = matrices_at<T>(at, 4, gradient_of(lying_b), batch, false);
-  operators::Workspace own = workspace;
-  own.only.clear(), own.all_ways = false;
+  operators::Caller own = caller;
+  own.search = {};
   const auto best = [&](const Matrices<T>& left, const Matrices<T>& right,
                         const Matrices<T>& to) -> operators::Way {
-    const auto ways = LayoutProduct<T>(own, multiply_in<T>(product), multiply_turned_in<T>(), left,
-                                       right, to, batch, takes_dense_rows(product))
-                          .ways();
-    if (ways.empty()) return {};
-    return *std::min_element(ways.begin(), ways.end(), [](const auto& one, const auto& other) {
-      return one.microseconds < other.microseconds;
-    });
+    const auto ways =
+        LayoutProduct<T>(own, multiplies_of<T>(product), left, right, to, batch).ways();
+    const operators::Way* const fastest = common::fastest(ways);
+    return fastest ? *fastest : operators::Way();
   };
   const operators::Way of_a = ta ? best(b, transposed(d_c), d_a) : best(d_c, transposed(b), d_a);
   const operators::Way of_b = tb ? best(transposed(d_c), a, d_b) : best(transposed(a), d_c, d_b);
   if (!of_a.launch || !of_b.launch) return {};
   const Memory<float> sums =
-      workspace.any<float>(floats_to_sum_rows(batch * product.rows, product.cols));
-  const auto launch = [=, stream = workspace.stream] {
+      caller.workspace.any<float>(floats_to_sum_rows(batch * product.rows, product.cols));
+  const auto launch = [=, stream = caller.stream] {
     if (at.at<T>(3) != nullptr) of_a.launch();
     if (at.at<T>(4) != nullptr) of_b.launch();
     if (T* const d_bias = at.at<T>(5)) {
@@ -262,9 +274,8 @@ std::vector<operators::Way> gradients_of(const fk_product& product,
 }
 
 Operator backward_of(const fk_product& product) {
-  return [=](const operators::Workspace& workspace, const Operands& at) {
-    return with_type(product,
-                     [&]<typename T>(T) { return gradients_of<T>(product, workspace, at); });
+  return [=](const operators::Caller& caller, const Operands& at) {
+    return with_type(product, [&]<typename T>(T) { return gradients_of<T>(product, caller, at); });
   };
 }
 
@@ -311,61 +322,57 @@ Task backward_task(const fk_product& product) {
 
 template <typename T>
 std::vector<operators::Way> operators::library::half_product_ways(
-    const Workspace& workspace, const Memory<T>& a, const Memory<T>& b, const Memory<T>& c,
+    const Caller& caller, const Memory<T>& a, const Memory<T>& b, const Memory<T>& c,
     ProductShape shape, RowStrides strides) {
-  return HalfProduct<T>(workspace, a, b, c, shape, strides).ways();
+  return HalfProduct<T>(caller, a, b, c, shape, strides).ways();
 }
 template std::vector<operators::Way> operators::library::half_product_ways<half>(
-    const Workspace&, const Memory<half>&, const Memory<half>&, const Memory<half>&, ProductShape,
+    const Caller&, const Memory<half>&, const Memory<half>&, const Memory<half>&, ProductShape,
     RowStrides);
 template std::vector<operators::Way> operators::library::half_product_ways<__nv_bfloat16>(
-    const Workspace&, const Memory<__nv_bfloat16>&, const Memory<__nv_bfloat16>&,
+    const Caller&, const Memory<__nv_bfloat16>&, const Memory<__nv_bfloat16>&,
     const Memory<__nv_bfloat16>&, ProductShape, RowStrides);
 
 std::vector<operators::Way> operators::library::tf32_product_ways(
-    const Workspace& workspace, const Memory<float>& a, const Memory<float>& b,
-    const Memory<float>& c, ProductShape shape, RowStrides strides) {
-  return Tf32Product<Math::tf32>(workspace, a, b, c, shape, strides).ways();
+    const Caller& caller, const Memory<float>& a, const Memory<float>& b, const Memory<float>& c,
+    ProductShape shape, RowStrides strides) {
+  return Tf32Product<Math::tf32>(caller, a, b, c, shape, strides).ways();
 }
 std::vector<operators::Way> operators::library::tf32x3_product_ways(
-    const Workspace& workspace, const Memory<float>& a, const Memory<float>& b,
-    const Memory<float>& c, ProductShape shape, RowStrides strides) {
-  return Tf32Product<Math::split>(workspace, a, b, c, shape, strides).ways();
+    const Caller& caller, const Memory<float>& a, const Memory<float>& b, const Memory<float>& c,
+    ProductShape shape, RowStrides strides) {
+  return Tf32Product<Math::split>(caller, a, b, c, shape, strides).ways();
 }
 
 template <typename T>
-static std::vector<operators::Way> half_product_steps(const operators::Workspace& workspace,
+static std::vector<operators::Way> half_product_steps(const operators::Caller& caller,
                                                       const operators::Memory<T>& a,
                                                       const operators::Memory<T>& b,
                                                       const operators::Memory<T>& c,
                                                       ProductShape shape, RowStrides strides) {
-  const auto ways = HalfProduct<T>(workspace, a, b, c, shape, strides).ways();
-  const auto best = std::min_element(ways.begin(), ways.end(),
-                                     [](const operators::Way& one, const operators::Way& other) {
-                                       return one.microseconds < other.microseconds;
-                                     });
-  if (best == ways.end()) return {};
-  return {*best};
+  const auto ways = HalfProduct<T>(caller, a, b, c, shape, strides).ways();
+  const operators::Way* const best = common::fastest(ways);
+  return best ? std::vector{*best} : std::vector<operators::Way>();
 }
 
 std::vector<operators::Way> operators::library::product_steps(
-    const Workspace& workspace, const Memory<half>& a, const Memory<half>& b, const Memory<half>& c,
+    const Caller& caller, const Memory<half>& a, const Memory<half>& b, const Memory<half>& c,
     ProductShape shape, RowStrides strides) {
-  return half_product_steps<half>(workspace, a, b, c, shape, strides);
+  return half_product_steps<half>(caller, a, b, c, shape, strides);
 }
 
 std::vector<operators::Way> operators::library::product_steps(
-    const Workspace& workspace, const Memory<__nv_bfloat16>& a, const Memory<__nv_bfloat16>& b,
+    const Caller& caller, const Memory<__nv_bfloat16>& a, const Memory<__nv_bfloat16>& b,
     const Memory<__nv_bfloat16>& c, ProductShape shape, RowStrides strides) {
-  return half_product_steps<__nv_bfloat16>(workspace, a, b, c, shape, strides);
+  return half_product_steps<__nv_bfloat16>(caller, a, b, c, shape, strides);
 }
 
-std::vector<operators::Way> operators::library::fp32_product_ways(const Workspace& workspace,
+std::vector<operators::Way> operators::library::fp32_product_ways(const Caller& caller,
                                                                   const Memory<float>& a,
                                                                   const Memory<float>& b,
                                                                   const Memory<float>& c,
                                                                   ProductShape shape) {
-  return Fp32Product(workspace, a, b, c, shape).ways();
+  return Fp32Product(caller, a, b, c, shape).ways();
 }
 
 const Function operators::library::product_forward =

@@ -7,7 +7,7 @@
 
 #include <vector>
 
-#include "operators/operands.h"
+#include "operators/caller.h"
 #include "operators/product/shape.h"
 #include "operators/softmax/logits.cuh"
 #include "operators/softmax/softmax.h"
@@ -16,18 +16,18 @@ namespace operators::library {
 
 /// The ways to compute c = a b in T, half or __nv_bfloat16; see product::HalfProduct.
 template <typename T>
-std::vector<Way> half_product_ways(const Workspace& workspace, const Memory<T>& a,
-                                   const Memory<T>& b, const Memory<T>& c,
-                                   product::ProductShape shape, product::RowStrides strides);
+std::vector<Way> half_product_ways(const Caller& caller, const Memory<T>& a, const Memory<T>& b,
+                                   const Memory<T>& c, product::ProductShape shape,
+                                   product::RowStrides strides);
 /// The same of fp32, multiplied in TF32, or by three such products; see product::Tf32Product.
-std::vector<Way> tf32_product_ways(const Workspace& workspace, const Memory<float>& a,
+std::vector<Way> tf32_product_ways(const Caller& caller, const Memory<float>& a,
                                    const Memory<float>& b, const Memory<float>& c,
                                    product::ProductShape shape, product::RowStrides strides);
-std::vector<Way> tf32x3_product_ways(const Workspace& workspace, const Memory<float>& a,
+std::vector<Way> tf32x3_product_ways(const Caller& caller, const Memory<float>& a,
                                      const Memory<float>& b, const Memory<float>& c,
                                      product::ProductShape shape, product::RowStrides strides);
 /// The same, multiplied in fp32, of dense rows; see product::Fp32Product.
-std::vector<Way> fp32_product_ways(const Workspace& workspace, const Memory<float>& a,
+std::vector<Way> fp32_product_ways(const Caller& caller, const Memory<float>& a,
                                    const Memory<float>& b, const Memory<float>& c,
                                    product::ProductShape shape);
 
@@ -35,26 +35,25 @@ std::vector<Way> fp32_product_ways(const Workspace& workspace, const Memory<floa
 /// fp32 or as accurate: on tensor cores, where the device has Hopper's, or on CUDA cores. There,
 /// rows may have parts if they are wanted; of other types they have none, nor slices. None if the
 /// shape is too large.
-std::vector<softmax::LogitsWay> logits_ways(const Workspace& workspace, const Memory<float>& x,
+std::vector<softmax::LogitsWay> logits_ways(const Caller& caller, const Memory<float>& x,
                                             const Memory<float>& W, const Memory<float>& logits,
                                             const softmax::SoftmaxShape& shape, bool parts_wanted);
-std::vector<softmax::LogitsWay> logits_ways(const Workspace& workspace, const Memory<half>& x,
+std::vector<softmax::LogitsWay> logits_ways(const Caller& caller, const Memory<half>& x,
                                             const Memory<half>& W, const Memory<float>& logits,
                                             const softmax::SoftmaxShape& shape, bool parts_wanted);
-std::vector<softmax::LogitsWay> logits_ways(const Workspace& workspace,
-                                            const Memory<__nv_bfloat16>& x,
+std::vector<softmax::LogitsWay> logits_ways(const Caller& caller, const Memory<__nv_bfloat16>& x,
                                             const Memory<__nv_bfloat16>& W,
                                             const Memory<float>& logits,
                                             const softmax::SoftmaxShape& shape, bool parts_wanted);
 /// The steps of the way that should be the fastest to compute c = a b; none if it is too large. Of
 /// fp32 rows have to be dense.
-std::vector<Way> product_steps(const Workspace& workspace, const Memory<float>& a,
-                               const Memory<float>& b, const Memory<float>& c,
-                               product::ProductShape shape, product::RowStrides strides);
-std::vector<Way> product_steps(const Workspace& workspace, const Memory<half>& a,
-                               const Memory<half>& b, const Memory<half>& c,
-                               product::ProductShape shape, product::RowStrides strides);
-std::vector<Way> product_steps(const Workspace& workspace, const Memory<__nv_bfloat16>& a,
+std::vector<Way> product_steps(const Caller& caller, const Memory<float>& a, const Memory<float>& b,
+                               const Memory<float>& c, product::ProductShape shape,
+                               product::RowStrides strides);
+std::vector<Way> product_steps(const Caller& caller, const Memory<half>& a, const Memory<half>& b,
+                               const Memory<half>& c, product::ProductShape shape,
+                               product::RowStrides strides);
+std::vector<Way> product_steps(const Caller& caller, const Memory<__nv_bfloat16>& a,
                                const Memory<__nv_bfloat16>& b, const Memory<__nv_bfloat16>& c,
                                product::ProductShape shape, product::RowStrides strides);
 

@@ -47,14 +47,16 @@ CliffordCounts counts_of(const fk_clifford& of) {
 
 /// The tensors of a pass. `out`: that of the call, or one in the workspace.
 CliffordTensors tensors_of(const fk_clifford& of, const Operands& at, int place_of_x,
-                           const Memory<float>& out, const operators::Workspace& workspace) {
+                           const Memory<float>& out, const operators::Caller& caller) {
   const CliffordCounts counts = counts_of(of);
   return {.layer = {static_cast<int>(of.batch), static_cast<int>(of.features), of.normed == 1},
           .x = at.memory<float>(place_of_x, counts.x),
           .y = at.memory<float>(place_of_x + 1, counts.x),
           .w = at.memory<float>(place_of_x + 2, counts.w),
           .out = out,
-          .workspace = workspace};
+          .workspace = caller.workspace,
+          .stream = caller.stream,
+          .alone = caller.alone};
 }
 
 /// How long a pass should take: products of all planes at the rate of TF32 on Hopper, or at less
@@ -84,10 +86,10 @@ void with_layer(const fk_clifford& of, const CliffordTensors& tensors, Run run) 
 
 /// A pass of a description that has been checked.
 Operator forward_of(const fk_clifford& of) {
-  return [=](const operators::Workspace& workspace, const Operands& at) {
+  return [=](const operators::Caller& caller, const Operands& at) {
     std::vector<operators::Way> ways;
     const Memory<float> out = at.memory<float>(3, counts_of(of).x);
-    const CliffordTensors tensors = tensors_of(of, at, kForwardX, out, workspace);
+    const CliffordTensors tensors = tensors_of(of, at, kForwardX, out, caller);
     with_layer(of, tensors, [&]<typename A, typename Layer>(A, const Layer& layer, auto name) {
       const auto launch = [=] {
         if constexpr (std::is_same_v<Layer, Portable<A>>) {
@@ -104,11 +106,11 @@ Operator forward_of(const fk_clifford& of) {
 
 /// Backward needs the result, the norms and the planes, which it computes again.
 Operator backward_of(const fk_clifford& of) {
-  return [=](const operators::Workspace& workspace, const Operands& at) {
+  return [=](const operators::Caller& caller, const Operands& at) {
     std::vector<operators::Way> ways;
     const CliffordCounts counts = counts_of(of);
-    const Memory<float> out = workspace.any<float>(static_cast<size_t>(counts.x));
-    const CliffordTensors tensors = tensors_of(of, at, kBackwardX, out, workspace);
+    const Memory<float> out = caller.workspace.any<float>(static_cast<size_t>(counts.x));
+    const CliffordTensors tensors = tensors_of(of, at, kBackwardX, out, caller);
     const CliffordGradients d{at.memory<float>(0, counts.x), at.memory<float>(4, counts.x),
                               at.memory<float>(5, counts.x), at.memory<float>(6, counts.w)};
     with_layer(of, tensors, [&]<typename A, typename Layer>(A, const Layer& layer, auto name) {

@@ -10,7 +10,8 @@
 #pragma once
 
 #include <memory>
-#include <string>
+#include <optional>
+#include <utility>
 #include <vector>
 
 #include "operators/product/plan.cuh"
@@ -68,25 +69,51 @@ struct AcrossTiles : Tiles<T, kRows, kColumns, kStackedTiles, 1, kOutBoxes> {
 #endif
 };
 
-/// The ways to compute C = A B, where kAcross says that A lies as (depth, rows), and else B lies as
+/// The epilogue: it adds a bias, of which each thread reads those of its columns, and rounds once.
+template <typename T>
+struct StoreBiased : StoreRounded<T> {
+  const T* bias;  ///< may be null
+
+#if HOPPER_CODE
+  template <int kCols, int kBoxes>
+  __device__ void operator()(Sum<kCols>& sum, int row, int col,
+                             const Outbox<T, kBoxes>& out) const {
+    if (bias != nullptr) {
+#pragma unroll
+      for (int i = 0; i < kCols / 2; i += 4) {
+#pragma unroll
+        for (int e = 0; e < 2; ++e) {  // of two rows the same column
+          const int at = col + Sum<kCols>::col(i + e);
+          const float more = at < this->cols ? static_cast<float>(bias[at]) : 0;
+          sum.elements[i + e] += more, sum.elements[i + e + 2] += more;
+        }
+      }
+    }
+    StoreRounded<T>::operator()(sum, row, col, out);
+  }
+#endif
+};
+
+/// The ways to compute C = A B + bias, where kAcross says that A lies as (depth, rows), and else B lies as
 /// (cols, depth). Strides are those of rows in memory.
 template <typename T, bool kAcross>
 class TurnedProduct {
  public:
-  TurnedProduct(const Workspace& workspace, const Memory<T>& A, const Memory<T>& B,
-                const Memory<T>& C, ProductShape shape, RowStrides strides)
-      : A_(workspace, A, kAcross ? shape.depth : shape.rows, kAcross ? shape.rows : shape.depth,
-           strides.a),
-        B_(workspace, B, kAcross ? shape.depth : shape.cols, kAcross ? shape.cols : shape.depth,
-           strides.b),
+  TurnedProduct(const Caller& caller, const Memory<T>& A, const Memory<T>& B, const Memory<T>& C,
+                ProductShape shape, RowStrides strides, std::optional<Memory<T>> bias)
+      : A_(caller.workspace, A, kAcross ? shape.depth : shape.rows,
+           kAcross ? shape.rows : shape.depth, strides.a),
+        B_(caller.workspace, B, kAcross ? shape.depth : shape.cols,
+           kAcross ? shape.cols : shape.depth, strides.b),
         C_(C),
+        bias_(std::move(bias)),
         c_stride_(strides.c),
-        exchange_(workspace),
+        exchange_(caller.workspace),
         shape_(shape),
-        workspace_(workspace) {}
+        caller_(caller) {}
 
   std::vector<Way> ways() {
-    Ways ways(workspace_);
+    Ways ways(caller_.search);
     const auto self = std::make_shared<const TurnedProduct>(*this);
     if constexpr (kAcross) {
       offer<AcrossTiles<T, 128, 256, 2, 2>, AcrossTiles<T, 128, 128, 1, 2>,
@@ -95,35 +122,37 @@ class TurnedProduct {
       offer<AlongTiles<T, 128, 256, 2, 2>, AlongTiles<T, 128, 128, 1, 2>,
             AlongTiles<T, 64, 128, 1, 2>>(ways, self);
     }
-    exchange_.allocate(workspace_);
+    exchange_.allocate(caller_.workspace);
     return ways.found();
   }
 
   template <class Tile>
   void launch(const ProductPlan& plan) const {
-    const MatrixProduct<Tile, StoreRounded<T>> work{
+    const MatrixProduct<Tile, StoreBiased<T>> work{
         {{A_.map(Tile::kBoxA)}},
         {{B_.map(Tile::kBoxB)}},
-        rounded_to<T>(C_, shape_.rows, shape_.cols, Tile::kOutRows, c_stride_),
+        {rounded_to<T>(C_, shape_.rows, shape_.cols, Tile::kOutRows, c_stride_),
+         bias_ ? bias_->data() : nullptr},
         Schedule<Tile>(shape_, plan.clusters, plan.shares),
         exchange_.template in_step<T>(shape_, plan.shares)};
-    launch_product(work, A_, B_, workspace_.stream);
+    launch_product(work, A_, B_, caller_.stream);
   }
 
  private:
   template <class... Tile>
   void offer(Ways& ways, const std::shared_ptr<const TurnedProduct>& self) {
-    TileChoice<Tile...>::template offer<StoreRounded<T>>(
+    TileChoice<Tile...>::template offer<StoreBiased<T>>(
         ways, exchange_, shape_, A_.stride, B_.stride, c_stride_ != 0 ? c_stride_ : shape_.cols,
         self, c_stride_ != 0);
   }
 
   AlignedRows<T> A_, B_;
   Memory<T> C_;
+  std::optional<Memory<T>> bias_;
   int64_t c_stride_;
   ExchangeMemory exchange_;
   ProductShape shape_;
-  Workspace workspace_;
+  Caller caller_;
 };
 
 }  // namespace operators::product

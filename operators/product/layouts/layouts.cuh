@@ -1,6 +1,12 @@
-// Products of factors that lie transposed, of a batch of them, and with a bias, out of the ways to
-// compute one product of two row-major matrices: a factor that lies the other way round is copied
-// before, the products of a batch follow one another, and a small kernel adds the bias.
+// Products of factors that lie transposed, of a batch of them, and with a bias. There are up to
+// three ways to go about it, and the one that should be the fastest is taken:
+//
+//     in turn         A product of two row-major matrices after the other, by whichever kernels
+//                     multiply one. A factor that lies transposed is copied into rows before.
+//     as they lie     The same by kernels that read one of the factors transposed.
+//     at once         All products of the batch in one launch, by kernels for many small products.
+//
+// The second adds a bias itself, and a small kernel adds it after the others.
 #pragma once
 
 #include <algorithm>
@@ -13,6 +19,7 @@
 #include <utility>
 #include <vector>
 
+#include "operators/caller.h"
 #include "operators/estimate.h"
 #include "operators/operands.h"
 #include "operators/product/layouts/rows.cuh"
@@ -20,19 +27,6 @@
 #include "operators/product/transpose.cuh"
 
 namespace operators::product {
-
-/// The ways to compute one product, of rows that are dense or aligned.
-template <typename T>
-using Multiply =
-    std::function<std::vector<Way>(const Workspace&, const Memory<T>&, const Memory<T>&,
-                                   const Memory<T>&, ProductShape, RowStrides)>;
-
-/// The same of factors of which the one or the other lies transposed, and is not copied; none where
-/// the device has no such kernels.
-template <typename T>
-using MultiplyTurned =
-    std::function<std::vector<Way>(const Workspace&, const Memory<T>&, const Memory<T>&,
-                                   const Memory<T>&, ProductShape, RowStrides, bool a_is_turned)>;
 
 /// The factors or the results of a batch of products: matrices (rows, cols), as the product sees
 /// them. Where they are `transposed`, memory has (cols, rows). Rows in memory are `stride` elements
@@ -43,26 +37,44 @@ struct Matrices {
   int64_t rows, cols, stride, between;
   bool transposed = false;
 
+  int64_t rows_in_memory() const { return transposed ? cols : rows; }
   int64_t cols_in_memory() const { return transposed ? rows : cols; }
   bool are_dense() const { return stride == cols_in_memory(); }
   int64_t apart() const { return are_dense() ? 0 : stride; }
 };
 
-/// c = a b + bias for each of a batch. dense_rows: `multiply` takes no others.
+/// What multiplies in a type. The last two may be empty, and may have no way.
+template <typename T>
+struct Multiplies {
+  /// One product of two row-major matrices, whose rows are dense or aligned.
+  std::function<std::vector<Way>(const Caller&, const Memory<T>&, const Memory<T>&,
+                                 const Memory<T>&, ProductShape, RowStrides)>
+      one;
+  bool dense_rows;  ///< `one` takes no others
+  /// The same where one factor lies transposed. It adds the bias, too, if there is one.
+  std::function<std::vector<Way>(const Caller&, const Memory<T>&, const Memory<T>&,
+                                 const Memory<T>&, ProductShape, RowStrides, bool a_is_transposed,
+                                 const std::optional<Memory<T>>& bias)>
+      as_they_lie;
+  /// A batch of products of row-major matrices.
+  std::function<std::vector<Way>(const Caller&, const Matrices<T>&, const Matrices<T>&,
+                                 const Matrices<T>&, int64_t batch)>
+      at_once;
+};
+
+/// c = a b + bias for each of a batch.
 template <typename T>
 class LayoutProduct {
  public:
-  LayoutProduct(const Workspace& workspace, Multiply<T> multiply, MultiplyTurned<T> turned,
-                const Matrices<T>& a, const Matrices<T>& b, const Matrices<T>& c, int64_t batch,
-                bool dense_rows, std::optional<Memory<T>> bias = {})
-      : workspace_(workspace),
-        multiply_(std::move(multiply)),
-        turned_(std::move(turned)),
+  LayoutProduct(const Caller& caller, Multiplies<T> multiplies, const Matrices<T>& a,
+                const Matrices<T>& b, const Matrices<T>& c, int64_t batch,
+                std::optional<Memory<T>> bias = {})
+      : caller_(caller),
+        multiplies_(std::move(multiplies)),
         a_(a),
         b_(b),
         c_(c),
         batch_(batch),
-        dense_rows_(dense_rows),
         bias_(std::move(bias)) {
     // With one right factor for all, left factors below each other are one.
     const bool below = !a_.transposed && a_.between == a_.rows * a_.stride &&
@@ -73,26 +85,40 @@ class LayoutProduct {
     }
   }
 
-  /// What is not copied is often faster; where one way alone is wanted, the other one gets no
-  /// memory for its copies.
+  /// Where one way alone is wanted, the others get no memory for their copies.
   std::vector<Way> ways() const {
-    const bool may_turn = turned_ && a_.transposed != b_.transposed;
-    if (!may_turn) return ways_of(false, workspace_);
-    if (!workspace_.all_ways && workspace_.only.empty()) {
-      Workspace nowhere = workspace_;
-      nowhere.of_any = nowhere.of_zeros = [](size_t bytes) {
+    std::vector<How> hows = {How::in_turn};
+    if (multiplies_.as_they_lie && a_.transposed != b_.transposed) hows.push_back(How::as_they_lie);
+    if (multiplies_.at_once && batch_ > 1 && batch_ <= kMostAtOnce) hows.push_back(How::at_once);
+    if (hows.size() > 1 && !caller_.search.all) {
+      Caller nowhere = caller_;
+      nowhere.workspace.of_any = nowhere.workspace.of_zeros = [](size_t bytes) {
         return Memory<char>([]() -> char* { return nullptr; }, bytes);
       };
-      const double in_rows = least(ways_of(false, nowhere)), turned = least(ways_of(true, nowhere));
-      return ways_of(turned <= in_rows, workspace_);
+      const auto takes = [&](How how) {
+        const std::vector<Way> ways = ways_of(how, nowhere);
+        const Way* const best = common::fastest(ways);
+        const std::optional<WayId>& only = caller_.search.only;
+        return best && (!only || best->id == *only) ? best->microseconds : INFINITY;
+      };
+      How best = hows[0];
+      double least = INFINITY;
+      for (const How how : hows) {
+        const double microseconds = takes(how);
+        if (microseconds < least) least = microseconds, best = how;
+      }
+      hows = {best};
     }
-    std::vector<Way> all = ways_of(true, workspace_);
-    for (Way& way : ways_of(false, workspace_)) all.push_back(std::move(way));
+    std::vector<Way> all;
+    for (const How how : hows) {
+      for (Way& way : ways_of(how, caller_)) all.push_back(std::move(way));
+    }
     return all;
   }
 
  private:
-  static constexpr int64_t kMostRows = 1 << 30;
+  static constexpr int64_t kMostRows = 1 << 30, kMostAtOnce = 65535;
+  enum class How { in_turn, as_they_lie, at_once };
 
   /// A factor's copy; `once` for all of the batch.
   struct Copy {
@@ -101,43 +127,46 @@ class LayoutProduct {
     bool once;
   };
 
-  static double least(const std::vector<Way>& ways) {
-    double least = INFINITY;
-    for (const Way& way : ways) least = std::min(least, way.microseconds);
-    return least;
-  }
-
-  /// turned: as the factors lie; else what is transposed is copied into rows.
-  std::vector<Way> ways_of(bool turned, const Workspace& workspace) const {
+  std::vector<Way> ways_of(How how, const Caller& caller) const {
     const auto number = std::make_shared<int64_t>(0);  // of the product in the batch
     std::vector<Copy> copies;
-    const auto factor = [&](const Matrices<T>& of) {
-      return turned ? one_of(of, number) : in_rows(of, number, workspace, copies);
-    };
-    const Matrices<T> a = factor(a_), b = factor(b_), c = one_of(c_, number);
-    const std::string words = more_words(turned);
-    Workspace own = workspace;
-    if (own.only.size() > words.size() && own.only.ends_with(words)) {
-      own.only.resize(own.only.size() - words.size());
-    }
+    Caller own = caller;
+    // An id says how, too. Plain products keep theirs.
+    const bool is_plain = how == How::in_turn && batch_ == 1;
+    const WayId kind = is_plain ? 0 : way_id({static_cast<int64_t>(how), batch_});
+    if (own.search.only) own.search.only = *own.search.only ^ kind;
     const ProductShape shape{static_cast<int>(c_.rows), static_cast<int>(c_.cols),
                              static_cast<int>(a_.cols)};
-    const RowStrides strides{a.apart(), b.apart(), c.apart()};
-    std::vector<Way> ways =
-        turned ? turned_(own, a.data, b.data, c.data, shape, strides, a_.transposed)
-               : multiply_(own, a.data, b.data, c.data, shape, strides);
+    std::vector<Way> ways;
+    if (how == How::as_they_lie) {
+      const Matrices<T> a = one_of(a_, number), b = one_of(b_, number), c = one_of(c_, number);
+      ways = multiplies_.as_they_lie(own, a.data, b.data, c.data, shape,
+                                     {a.apart(), b.apart(), c.apart()}, a.transposed, bias_);
+    } else if (how == How::at_once) {
+      const Matrices<T> a = all_in_rows(a_, caller, copies), b = all_in_rows(b_, caller, copies);
+      ways = multiplies_.at_once(own, a, b, c_, batch_);
+    } else {
+      const Matrices<T> a = in_rows(one_of(a_, number), caller, copies),
+                        b = in_rows(one_of(b_, number), caller, copies), c = one_of(c_, number);
+      ways = multiplies_.one(own, a.data, b.data, c.data, shape, {a.apart(), b.apart(), c.apart()});
+    }
+    const std::string words = more_words(how);
     if (words.empty()) return ways;
+    const int64_t launches = how == How::at_once ? 1 : batch_;
+    const bool adds_bias = bias_ && how != How::as_they_lie;
     for (Way& way : ways) {
       way.name += words;
-      way.microseconds = microseconds_of(way.microseconds, copies);
-      way.launch = [self = *this, number, copies, multiply = std::move(way.launch)] {
-        for (*number = 0; *number < self.batch_; ++*number) {
+      way.id ^= kind;
+      way.microseconds = microseconds_of(way.microseconds, launches, copies, adds_bias);
+      way.launch = [self = *this, launches, adds_bias, number, copies,
+                    multiply = std::move(way.launch)] {
+        for (*number = 0; *number < launches; ++*number) {
           for (const Copy& copy : copies) {
             if (*number == 0 || !copy.once) copy.launch();
           }
           multiply();
         }
-        self.add_bias_to_all();
+        if (adds_bias) self.add_bias_to_all();
       };
     }
     return ways;
@@ -152,56 +181,75 @@ class LayoutProduct {
     return of;
   }
 
-  /// The same row by row: a copy in the workspace, if it is transposed. Its rows have whole lines of
-  /// 128 bytes, unless they have to be dense.
-  Matrices<T> in_rows(const Matrices<T>& of, const std::shared_ptr<int64_t>& number,
-                      const Workspace& workspace, std::vector<Copy>& copies) const {
-    Matrices<T> found = one_of(of, number);
-    if (!of.transposed) return found;
+  /// A matrix row by row: a copy in the workspace, if it is transposed.
+  Matrices<T> in_rows(const Matrices<T>& of, const Caller& caller,
+                      std::vector<Copy>& copies) const {
+    return of.transposed ? copy_of(of, 1, of.between == 0, caller, copies) : of;
+  }
+  /// The same for all of a batch; in 2 bytes also where rows are not aligned to 16.
+  Matrices<T> all_in_rows(const Matrices<T>& of, const Caller& caller,
+                          std::vector<Copy>& copies) const {
+    const bool aligned = sizeof(T) != 2 || (of.stride | of.between) % 8 == 0;
+    if (aligned && !of.transposed) return of;
+    return copy_of(of, of.between == 0 ? 1 : batch_, true, caller, copies);
+  }
+  /// Rows of a copy have whole lines of 128 bytes, unless they have to be dense.
+  Matrices<T> copy_of(const Matrices<T>& of, int64_t count, bool once, const Caller& caller,
+                      std::vector<Copy>& copies) const {
     constexpr int64_t kLine = 128 / sizeof(T);
-    const int64_t stride = dense_rows_ ? of.cols : primitives::ceil_div(of.cols, kLine) * kLine;
-    const Memory<T> copy = workspace.template any<T>(static_cast<size_t>(of.rows * stride));
-    copies.push_back({[=, from = found.data, stream = workspace.stream] {
-                        launch_transpose<T>({from, of.cols, of.rows, of.stride},
-                                            {copy, of.rows, stride, stride}, stream);
+    const int64_t stride =
+        multiplies_.dense_rows ? of.cols : primitives::ceil_div(of.cols, kLine) * kLine;
+    const int64_t between = of.rows * stride;
+    const Memory<T> copy = caller.workspace.template any<T>(static_cast<size_t>(count * between));
+    copies.push_back({[=, from = of, stream = caller.stream] {
+                        if (!from.transposed) {
+                          return launch_copy_rows<T>(
+                              {from.data, count, from.rows, from.cols, from.stride, from.between},
+                              {copy, count, from.rows, stride, stride, between}, stream);
+                        }
+                        launch_transpose<T>({from.data, from.cols, from.rows, from.stride},
+                                            {copy, from.rows, stride, stride}, stream,
+                                            static_cast<unsigned>(count), from.between, between);
                       },
-                      2.0 * sizeof(T) * static_cast<double>(of.rows * of.cols), of.between == 0});
-    found.data = copy, found.stride = stride, found.transposed = false;
-    return found;
+                      2.0 * sizeof(T) * static_cast<double>(count * of.rows * of.cols), once});
+    return {copy, of.rows, of.cols, stride, of.between == 0 ? 0 : between};
   }
 
-  std::string more_words(bool turned) const {
-    const std::string how = turned ? " as it lies, transposed" : " transposed before";
-    return (a_.transposed ? "; a" + how : "") + (b_.transposed ? "; b" + how : "") +
-           (batch_ > 1 ? "; " + std::to_string(batch_) + " in turn" : "") +
-           (bias_ ? "; bias added after" : "");
+  std::string more_words(How how) const {
+    const std::string lies =
+        how == How::as_they_lie ? " as it lies, transposed" : " transposed before";
+    const std::string count = std::to_string(batch_);
+    return (a_.transposed ? "; a" + lies : "") + (b_.transposed ? "; b" + lies : "") +
+           (how == How::at_once ? "; " + count + " at once"
+            : batch_ > 1        ? "; " + count + " in turn"
+                                : "") +
+           (bias_ && how != How::as_they_lie ? "; bias added after" : "");
   }
 
-  double microseconds_of(double product, const std::vector<Copy>& copies) const {
-    const auto batch = static_cast<double>(batch_);
-    double all = batch * product - (batch - 1) * (kFirstLaunch - kNextLaunch);
+  double microseconds_of(double product, int64_t launches, const std::vector<Copy>& copies,
+                         bool adds_bias) const {
+    const auto times = static_cast<double>(launches);
+    double all = times * product - (times - 1) * (kFirstLaunch - kNextLaunch);
     for (const Copy& copy : copies) {
-      all += (copy.once ? 1 : batch) * (kNextLaunch + copy.bytes / memory_rate());
+      all += (copy.once ? 1 : times) * (kNextLaunch + copy.bytes / memory_rate());
     }
-    if (bias_) {
+    if (adds_bias) {
       all += kNextLaunch +
-             2.0 * sizeof(T) * batch * static_cast<double>(c_.rows * c_.cols) / memory_rate();
+             2.0 * sizeof(T) * static_cast<double>(batch_ * c_.rows * c_.cols) / memory_rate();
     }
     return all;
   }
 
   void add_bias_to_all() const {
-    if (!bias_ || bias_->data() == nullptr) return;
+    if (bias_->data() == nullptr) return;
     launch_add_bias<T>({c_.data, batch_, c_.rows, c_.cols, c_.stride, c_.between}, bias_->data(),
-                       workspace_.stream);
+                       caller_.stream);
   }
 
-  Workspace workspace_;
-  Multiply<T> multiply_;
-  MultiplyTurned<T> turned_;
+  Caller caller_;
+  Multiplies<T> multiplies_;
   Matrices<T> a_, b_, c_;
   int64_t batch_;
-  bool dense_rows_;
   std::optional<Memory<T>> bias_;
 };
 

@@ -64,6 +64,20 @@ __global__ void __launch_bounds__(kPiecesOfBlock* kRowsOfBlock)
   }
 }
 
+/// Copies rows into rows that are longer, with zeros at their ends. A thread has a column of its
+/// slice's rows.
+template <typename T>
+__global__ void __launch_bounds__(kPiecesOfBlock* kRowsOfBlock)
+    copy_rows(const RowsOf<const T> from, const RowsOf<T> to) {
+  const int64_t col = int64_t{blockIdx.x} * kPiecesOfBlock + threadIdx.x;
+  if (col >= to.cols) return;
+  const int64_t step = int64_t{gridDim.y} * kRowsOfBlock;
+  for (int64_t row = int64_t{blockIdx.y} * kRowsOfBlock + threadIdx.y; row < to.all_rows();
+       row += step) {
+    to.row(row)[col] = col < from.cols ? from.row(row)[col] : T();
+  }
+}
+
 /// Of each slice of the rows the sums of the columns: to (slices, cols). A thread has one column of
 /// every eighth row, and one of eight threads adds up what these have found, always in the same
 /// order.
@@ -98,6 +112,12 @@ void launch_add_bias(const RowsOf<T>& to, const T* bias, cudaStream_t stream) {
     const RowSlices slices(to.all_rows(), to.cols);
     add_bias<T, 1><<<slices.grid(), slices.block(), 0, stream>>>(to, bias);
   }
+}
+
+template <typename T>
+void launch_copy_rows(const RowsOf<const T>& from, const RowsOf<T>& to, cudaStream_t stream) {
+  const RowSlices slices(to.all_rows(), to.cols);
+  copy_rows<T><<<slices.grid(), slices.block(), 0, stream>>>(from, to);
 }
 
 /// How many floats launch_sum_rows() needs.

@@ -37,8 +37,8 @@ def product(a, b, math="fp32", bias=None):
     """a b + bias, the product of two matrices, or of a batch of them. Shapes: a (rows, depth), b (depth, cols), bias
     (cols) or None; the result is (rows, cols) and contiguous. With more dimensions, or fewer, it is as torch.matmul has
     it: those before the last two are a batch, and are broadcast; a vector is one row of a, or one column of b. Type:
-    torch.float16, torch.bfloat16 or torch.float32 for all; added up in fp32. In the 16-bit types a bias is added to the
-    rounded product.
+    torch.float16, torch.bfloat16 or torch.float32 for all; added up in fp32. In the 16-bit types a b may be rounded
+    before the bias is added.
 
     math: how fp32 is multiplied, whatever torch.backends.cuda.matmul.allow_tf32 says. "fp32": on the CUDA cores.
     "tf32": on tensor cores, with each element of a and b rounded to 11 bits instead of 24. "tf32x3": on tensor cores,
@@ -56,7 +56,8 @@ def product(a, b, math="fp32", bias=None):
     `math` than "fp32" they all stay as they are.
 
     Gradients: d_a = d b^T, d_b = a^T d and the sum of the rows of d, by product_backward(), multiplied as `math` says;
-    those that are needed. An incoming gradient that is not contiguous is copied. There are no second derivatives.
+    those that are needed. An incoming gradient that is not contiguous is copied. With create_graph=True they are two
+    calls of this function, and have gradients themselves.
 
     Raises a ValueError for shapes, types, layouts or a `math` that are not these, and a RuntimeError for a GPU below
     compute capability 8.0 (torch.float32 with math="fp32": for none). Source: operators/product; lessons 2 and 3
@@ -72,10 +73,10 @@ def _product_of_any_shape(a, b, math, bias):
     """Of torch.matmul's shapes by one call: of two matrices, or of two batches of as many."""
     if a.dim() == 0 or b.dim() == 0:
         raise ValueError(f"a has {a.dim()} dimensions and b {b.dim()}; both have to have at least 1")
-    if a.dim() == 1:
-        return product(a.unsqueeze(0), b, math, bias).squeeze(-2)
     if b.dim() == 1:
         return product(a, b.unsqueeze(1), math, bias).squeeze(-1)
+    if a.dim() == 1:
+        return product(a.unsqueeze(0), b, math, bias).squeeze(-2)
     if a.dim() == 2 or b.dim() == 2 and a.stride(-1) != 1 or b.dim() > 2:
         shape = torch.broadcast_shapes(a.shape[:-2], b.shape[:-2])
         a, b = (each.expand(*shape, *each.shape[-2:]).reshape(-1, *each.shape[-2:]) for each in (a, b))

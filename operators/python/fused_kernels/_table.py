@@ -44,6 +44,9 @@ class Operator:
     autocast: typing.Callable = None  # numbers -> whether torch.autocast converts operands; None: it does not
     # The name of the row of the gradients; or a function (ctx, *gradients) -> gradients of all inputs; or None.
     backward: object = None
+    # (calls, {operand: tensor}, numbers, incoming gradient, operands that need one) -> {result of the row of the
+    # gradients: tensor}, by calls that have gradients themselves; None: there are no second derivatives.
+    twice: typing.Callable = None
     refusal: str = ""  # what is said where an operand that has no gradient requires one
     returns: str = ""  # results in the order in which Python returns them, if it is not that of `writes`
 
@@ -236,6 +239,14 @@ def type_and_gate(fields, operands, numbers):
     return {"gate": GATES[gate]} | type_of_product(fields, operands, numbers, "x")
 
 
+def gradients_by_products(calls, operands, numbers, d, needed):
+    """Those of a product, or of a batch of them."""
+    a, b, math = operands["a"], operands["b"], numbers["math"]
+    return {"d_a": calls["product"](d, b.mT, math) if "a" in needed else None,
+            "d_b": calls["product"](a.mT, d, math) if "b" in needed else None,
+            "d_bias": d.flatten(0, -2).sum(0) if "bias" in needed else None}
+
+
 def type_of_labels(fields, operands, numbers):
     return {"label_type": LABELS[nameof(operands["labels"])]}
 
@@ -255,7 +266,7 @@ def algebra(signature, normed):
 def gradients_of(forward, function, reads, writes, what, **others):
     """The row of the gradients of an operator; what is not said here is as there."""
     own = dict(name=f"{forward.name}_backward", function=function, reads=reads, writes=writes, returns="",
-               first=forward.reads, like={}, strides={}, autocast=None, backward=None,
+               first=forward.reads, like={}, strides={}, autocast=None, backward=None, twice=None,
                refusal=f"the library has no second derivative of {what}")
     return dataclasses.replace(forward, **own | others)
 
@@ -265,7 +276,8 @@ PRODUCT = Product(
     reads="a b", writes="c",
     shapes=dict(a="batch? rows depth", b="batch? depth cols", bias="cols", c="batch? rows cols"),
     strides=dict(a="a_stride", b="b_stride"), numbers=dict(math=("str", "fp32")), given=lambda **numbers: {"batch": 1},
-    finish=type_of_product, autocast=lambda math: math == "fp32", backward="product_backward")
+    finish=type_of_product, autocast=lambda math: math == "fp32", backward="product_backward",
+    twice=gradients_by_products)
 
 PRODUCT_BIAS = dataclasses.replace(PRODUCT, name="product_bias", function="fk_product_bias_forward", reads="a b bias")
 

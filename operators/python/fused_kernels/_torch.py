@@ -319,6 +319,10 @@ def _backward_of(row):
             with torch.no_grad():
                 again = calls[row.name](*[saved[each] for each in row.operands], *numbers.values())
             saved |= {each: result for each, result in zip(row.returned, again) if each in kept}
+        if row.twice and torch.is_grad_enabled():
+            needed = [each for each, is_needed in zip(row.operands, ctx.needs_input_grad) if is_needed]
+            found = row.twice(calls, saved, numbers, *incoming.values(), needed)
+            return *[found.get(f"d_{each}") for each in row.operands], *[None] * len(row.numbers)
         arrived = [d if each in row.like and d.stride() == saved[each].stride() else d.contiguous()
                    for each, d in incoming.items()]
         if "deterministic" in own.numbers:

@@ -380,7 +380,7 @@ def test_a_damaged_workspace(library):
 def test_what_is_no_plan(library):
     call = Product(library)
     plan, before, needed = Plan(call), call.all(), SIZE(77)
-    for number in (0, -1, 19, 1 << 30):
+    for number in (0, -1, fused_kernels.FK_PRODUCT_BACKWARD + 1, 1 << 30):
         assert created(call, number) == (
             BAD_ARGUMENT, f"function is {number}; it has to be one of fk_function".encode())
     assert created(call, plan=None) == (BAD_ARGUMENT, b"plan is NULL")
