@@ -3,9 +3,6 @@
 
 #include <cuda_runtime.h>
 
-#include <cstddef>
-#include <functional>
-
 #include "common/choose/ways.h"
 #include "operators/operands.h"
 
@@ -23,6 +20,9 @@ struct Caller {
   /// number, which has started before it, and for those of its cluster, which start together.
   bool alone = true;
   Search search = {.all = true};
+
+  /// For a step of an operator: the id that is searched for is one of the whole operator's.
+  Caller of_step() const { return {workspace, stream, alone, {.all = search.all}}; }
 };
 
 }  // namespace operators

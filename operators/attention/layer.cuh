@@ -231,26 +231,27 @@ class Attention : AttentionLaunches<T> {
     return result;
   }
 
-  template <class Tile>
-  void add_hopper(const std::string& name) {
-    for (const Plan& plan : plans(Tile::kRows, Tile::kKeys)) {
-      if ((plan.parts > 1) != Tile::kSplit) continue;
-      const TileCost& cost = cost_of(Tile::kRows, Tile::kKeys, Tile::kWidth, Tile::kBlocks);
-      offer(name, cost, plan, static_cast<int>(sizeof(AttentionShared<Tile>)),
-            [self = static_cast<const Launches&>(*this), plan] {
-              self.template launch_hopper<Tile>(plan);
-            });
-    }
-  }
+  using Launch = void (*)(const Launches&, const Plan&);
 
-  template <typename Launch>
-  void offer(const std::string& name, const TileCost& cost, const Plan& plan, int shared_bytes,
-             const Launch& launch) {
-    const double time = microseconds(cost, plan);
-    const WayId id = way_id({cost.rows, cost.keys, cost.by_wgmma, plan.pack, plan.parts});
-    const auto make = [&] { return Way{name_of(name, plan), time, launch, shared_bytes}; };
-    if (!ways_.offer(time, id, make)) return;
-    part_rows_ = ways_.most(part_rows_, plan.parts > 1 ? plan.parts * rows() : 0);
+  /// The ways with a tile, of keys in parts or (not `split`) whole.
+  template <class Tile>
+  void add(const std::string& name, int blocks, bool split, int shared_bytes, Launch launch) {
+    add(name, cost_of(Tile::kRows, Tile::kKeys, Tile::kWidth, blocks),
+        plans(Tile::kRows, Tile::kKeys), split, shared_bytes, launch);
+  }
+  void add(const std::string& name, const TileCost& cost, const std::vector<Plan>& plans,
+           bool split, int shared_bytes, Launch launch) {
+    for (const Plan& plan : plans) {
+      if ((plan.parts > 1) != split) continue;
+      const WayId id = way_id({cost.rows, cost.keys, cost.by_wgmma, plan.pack, plan.parts});
+      const bool wanted = ways_.offer(microseconds(cost, plan), id, [&] {
+        return Way{.name = name_of(name, plan),
+                   .launch = [self = static_cast<const Launches&>(*this), plan,
+                              launch] { launch(self, plan); },
+                   .shared_bytes = shared_bytes};
+      });
+      if (wanted) part_rows_ = ways_.most(part_rows_, split ? plan.parts * rows() : 0);
+    }
   }
 
   static std::string name_of(const std::string& name, const Plan& plan) {
@@ -259,15 +260,10 @@ class Attention : AttentionLaunches<T> {
   }
 
   template <class Tile, bool kSplit>
-  void add_portable(const std::string& name) {
-    for (const Plan& plan : plans(Tile::kRows, Tile::kKeys)) {
-      if ((plan.parts > 1) != kSplit) continue;
-      const TileCost& cost = cost_of(Tile::kRows, Tile::kKeys, Tile::kWidth, 0);
-      offer(name, cost, plan, Tile::kSharedBytes,
-            [self = static_cast<const Launches&>(*this), plan] {
-              self.template launch_portable<Tile, kSplit>(plan);
-            });
-    }
+  void add_portable() {
+    add<Tile>("mma.sync", 0, kSplit, Tile::kSharedBytes, [](const Launches& of, const Plan& plan) {
+      of.template launch_portable<Tile, kSplit>(plan);
+    });
   }
 
   /// How long it should take. Without a mask all pieces of work are equally long, and come in
@@ -318,10 +314,16 @@ class Attention : AttentionLaunches<T> {
     const auto add = [&]<bool kAligned>() {
       using Tile = PortableTile<T, kWidth, kRows, kKeys, 4, kAligned>;
       static_assert(Tile::kSharedBytes <= 99 << 10);
-      add_portable<Tile, false>("mma.sync");
-      add_portable<Tile, true>("mma.sync");
+      add_portable<Tile, false>();
+      add_portable<Tile, true>();
     };
     aligned() ? add.template operator()<true>() : add.template operator()<false>();
+  }
+
+  template <class Tile>
+  void add_hopper(const std::string& name) {
+    add<Tile>(name, Tile::kBlocks, Tile::kSplit, sizeof(AttentionShared<Tile>),
+              [](const Launches& of, const Plan& plan) { of.template launch_hopper<Tile>(plan); });
   }
 
   /// Tiles of 64 kConsumers rows. kRowStages: see add_short_tiles().

@@ -27,9 +27,7 @@ template <typename T>
 Way best_product(const Caller& caller, const ProductWays<T>& multiply, const Memory<T>& a,
                  const Memory<T>& b, const Memory<T>& c, product::ProductShape shape,
                  product::RowStrides strides = {}) {
-  Caller own = caller;
-  own.search.only.reset();  // a way of the whole layer
-  const std::vector<Way> ways = multiply(own, a, b, c, shape, strides);
+  const std::vector<Way> ways = multiply(caller.of_step(), a, b, c, shape, strides);
   const Way* const best = common::fastest(ways);
   return best ? *best : Way();
 }
@@ -78,36 +76,29 @@ __global__ void __launch_bounds__(kGateCols / 2 * kGateRows) apply_gates(const G
 
 /// The layer's one way, or none where a product has none. Rows of x are as far apart as `multiply`
 /// can read them.
-class UnfusedLayer {
- public:
-  UnfusedLayer(const Caller& caller, const GatingMemory<float>& of, const GatingShape& shape,
-               const ProductWays<float>& multiply) {
-    const auto count = static_cast<size_t>(shape.rows * shape.hidden);
-    const auto s = caller.workspace.any<float>(count), v = caller.workspace.any<float>(count);
-    const product::ProductShape sizes{static_cast<int>(shape.rows), static_cast<int>(shape.hidden),
-                                      static_cast<int>(shape.channels)};
-    const product::RowStrides strides{of.x_stride, 0, 0};
-    const Way gates = best_product(caller, multiply, of.x, of.W1, s, sizes, strides);
-    const Way values = best_product(caller, multiply, of.x, of.W2, v, sizes, strides);
-    if (!gates.launch || !values.launch) return;
-    const auto apply = [=, stream = caller.stream] {
-      const GateSlices slices(shape.rows, shape.hidden);
-      const GatesToApply in{
-          s,          v,           of.b1,
-          of.b2,      of.out,      of.out_stride != 0 ? of.out_stride : shape.hidden,
-          shape.rows, slices.rows, static_cast<int>(shape.hidden),
-          of.gate};
-      apply_gates<<<slices.blocks(), dim3(kGateCols, kGateRows / 2), 0, stream>>>(in);
-    };
-    const double moving = kFirstLaunch + 12 * static_cast<double>(count) / memory_rate();
-    ways_.push_back(in_turn({"two products and their gates after them; " + gates.name},
-                            {gates, values, {"", moving, apply}}));
-  }
-
-  const std::vector<Way>& ways() const { return ways_; }
-
- private:
-  std::vector<Way> ways_;
-};
+inline std::vector<Way> unfused_layer(const Caller& caller, const GatingMemory<float>& of,
+                                      const GatingShape& shape,
+                                      const ProductWays<float>& multiply) {
+  const auto count = static_cast<size_t>(shape.rows * shape.hidden);
+  const auto s = caller.workspace.any<float>(count), v = caller.workspace.any<float>(count);
+  const product::ProductShape sizes{static_cast<int>(shape.rows), static_cast<int>(shape.hidden),
+                                    static_cast<int>(shape.channels)};
+  const product::RowStrides strides{of.x_stride, 0, 0};
+  const Way gates = best_product(caller, multiply, of.x, of.W1, s, sizes, strides);
+  const Way values = best_product(caller, multiply, of.x, of.W2, v, sizes, strides);
+  if (!gates.launch || !values.launch) return {};
+  const auto apply = [=, stream = caller.stream] {
+    const GateSlices slices(shape.rows, shape.hidden);
+    const GatesToApply in{
+        s,          v,           of.b1,
+        of.b2,      of.out,      of.out_stride != 0 ? of.out_stride : shape.hidden,
+        shape.rows, slices.rows, static_cast<int>(shape.hidden),
+        of.gate};
+    apply_gates<<<slices.blocks(), dim3(kGateCols, kGateRows / 2), 0, stream>>>(in);
+  };
+  const double moving = kFirstLaunch + 12 * static_cast<double>(count) / memory_rate();
+  return {in_turn({"two products and their gates after them; " + gates.name},
+                  {gates, values, {"", moving, apply}})};
+}
 
 }  // namespace operators::gating

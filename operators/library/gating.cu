@@ -96,7 +96,7 @@ Operator layer(const fk_gating& gating) {
     const GatingMemory<T> memory = memory_of<T>(gating, at, 0, 5);
     const GatingShape shape{gating.rows, gating.inputs, gating.hidden};
     if constexpr (std::is_same_v<T, float>) {
-      return UnfusedLayer(caller, memory, shape, product_of<T>(gating)).ways();
+      return unfused_layer(caller, memory, shape, product_of<T>(gating));
     } else {
       return GatedLayer<T>(caller, memory, shape).ways();
     }

@@ -76,7 +76,7 @@ std::vector<Way> layer_gradients(const Caller& caller, const LayerGradients<T>& 
     const product::ProductShape sizes = {static_cast<int>(c.rows), static_cast<int>(c.cols),
                                          static_cast<int>(a.cols)};
     const auto found =
-        multiply(caller, a.data, b.data, c.data, sizes, {apart(a), apart(b), apart(c)});
+        multiply(caller.of_step(), a.data, b.data, c.data, sizes, {apart(a), apart(b), apart(c)});
     if (!found.empty()) name += ", then " + found[0].name;
     steps.insert(steps.end(), found.begin(), found.end());
     return !found.empty();
