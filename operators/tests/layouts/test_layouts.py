@@ -162,6 +162,7 @@ LAYOUTS = [
 CALLS = [(kind, options) for kind in KINDS for options in LAYOUTS] + [
     *((ProductBias, dict(bias=False, type=type)) for type in (FLOAT16, FLOAT32)),
     *((ProductBias, dict(rows=300, cols=cols, depth=3, type=type)) for cols in (40, 41) for type in (BFLOAT16, TF32)),
+    *((ProductBias, dict(batch=2, rows=20, cols=24, depth=4100, type=type)) for type in (FLOAT16, TF32)),  # in turn
     *((ProductBackward, dict(without=without)) for without in (("d_a",), ("d_b", "d_bias"), ("d_a", "d_b", "d_bias"))),
     (ProductBackward, dict(rows=700, cols=9, depth=3)),
 ]
@@ -219,14 +220,24 @@ def test_a_batch_of_one_has_no_strides(library):
 
 
 def test_what_becomes_of_a_batch_is_said(library):
-    """With one right factor it is one product; else the products follow one another."""
-    for options, words in ((dict(shared="b"), ""), ({}, "; 3 in turn"), (dict(transposed="a"), "; a transposed before"),
-                           (dict(transposed="b"), "; b transposed before; 3 in turn")):
-        call = ProductLayouts(library, batch=3, type=TF32, **options)
-        assert call.call() == OK
+    """With one right factor it is one product; small products are computed at once, and long sums in turn."""
+    for options, ends in (
+            (dict(batch=3, shared="b"), ""), (dict(batch=3), "; 3 at once"),
+            (dict(batch=3, transposed="b"), "; b transposed before; 3 at once"),
+            (dict(batch=2, rows=20, cols=24, depth=4100, transposed="a"), "; a transposed before; 2 in turn")):
+        call = ProductLayouts(library, type=TF32, **options)
+        call.run_twice()
         said = library.fk_last_way().decode()
-        assert words in said and ("in turn" in said) == ("shared" not in options)
-        call.free()
+        assert said.endswith(ends) and (ends != "" or "at once" not in said and "in turn" not in said)
+
+
+def test_hopper_reads_a_transposed_factor_as_it_lies(library):
+    """In the types of 2 bytes, where one of the factors is transposed; and it adds the bias."""
+    for transposed, ends in (("a", "; a as it lies, transposed"), ("b", "; b as it lies, transposed"),
+                             ("ab", "; a transposed before; b transposed before; bias added after")):
+        call = ProductBias(library, rows=72, cols=136, depth=40, transposed=transposed)
+        call.run_twice()
+        assert library.fk_last_way().decode().endswith(ends)
 
 
 @pytest.fixture
