@@ -125,9 +125,11 @@ __device__ __forceinline__ int sequence_of_block() {
 }
 
 /// In order, a block adds to a part of dQ after the blocks of the keys before. It waits only for
-/// blocks of lower numbers, which have started before it, and of all that have not ended the one
-/// with the lowest number waits for none. Numbers go through `abreast` sequences at a time: through
-/// all of their first tiles, then through their second ones, and so on.
+/// blocks of lower numbers. If these have started before it, nobody waits forever: of all that have
+/// not ended the one with the lowest number waits for none. GPUs so far start blocks in the order
+/// of their numbers, but CUDA's documentation does not promise it. Numbers go through `abreast`
+/// sequences at a time: through all of their first tiles, then through their second ones, and so
+/// on.
 struct BackwardPlace {
   int key_tile, kv_head, batch, sequence;
 

@@ -275,7 +275,8 @@ FK_API int fk_attention_backward_workspace(const fk_attention_gradients* attenti
  * in fp16 no dS may be beyond its range; all is added up in fp32. The parts of d_q of blocks of
  * keys are added up in whatever order they come, so its last bits can differ from call to call, or,
  * with deterministic, in the order of the keys: that takes longer where there are few queries and
- * many keys. A log_sum beyond 2^10 is off by up to
+ * many keys, and a little longer with causal. There blocks wait for blocks of lower numbers, and
+ * rely on it that these start first, as on GPUs so far. A log_sum beyond 2^10 is off by up to
  * 2^-14 and more in fp32, and so is, relative to its size, each P of its query. A NaN or an
  * infinity in a row that causal hides can make gradients NaN. Alignment: each pointer to 16 bytes.
  * Written: d_q, d_k and d_v, which must not overlap an operand. Device: compute capability 8.0 and
