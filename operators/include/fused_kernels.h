@@ -391,6 +391,20 @@ FK_API int fk_gradients_backward(const fk_gradients* gradients, const void* d_ou
                                  void* d_x, void* d_lr, void* d_li, void* workspace,
                                  size_t workspace_bytes, struct CUstream_st* stream);
 
+/* Where the blades of a multivector are. */
+enum fk_layout {
+  FK_BLADES_FIRST = 0, /* tensors are (blades, batch, features) */
+  FK_BLADES_LAST = 1   /* tensors are (batch, features, blades) */
+};
+
+/* In which order they are. A word is a set of basis vectors that ascend. */
+enum fk_order {
+  FK_ORDER_GRADE = 0,     /* by grade, those of a grade by their vectors as bits of a number */
+  FK_ORDER_BITS = 1,      /* by the vectors as bits of a number, e1 the lowest */
+  FK_ORDER_SHORTLEX = 2,  /* by grade, those of a grade as words in a dictionary */
+  FK_ORDER_NULL_FIRST = 3 /* FK_ORDER_SHORTLEX, where vectors that square to 0 come before e1 */
+};
+
 /* A gated, weighted product of multivectors, and its norm. */
 typedef struct fk_clifford {
   size_t size; /* sizeof(fk_clifford) */
@@ -401,6 +415,9 @@ typedef struct fk_clifford {
   int gate;        /* 0: GELU's, 1: none */
   int unweighted;  /* 0; or 1: every weight is 1, and w and d_w are NULL */
   int weight_type; /* of w and d_w: 0, which is `type`; or FK_FLOAT32 */
+  int unused;      /* is not read */
+  int layout;      /* fk_layout */
+  int order;       /* fk_order */
 } fk_clifford;
 
 /* How many bytes of workspace fk_clifford_forward() needs on the current device.
@@ -417,8 +434,11 @@ FK_API int fk_clifford_workspace(const fk_clifford* clifford, size_t* bytes);
  * Algebras: all (p, q, r) with 1 <= p + q + r = n <= 5. They have 2^n blades, and for n = 1 to 5
  * and r = 0 there are 4, 10, 20, 35 and 56 triples (a, c, b) of grades whose products are not all
  * 0; with r > 0 some have none, and (3, 0, 1) has 34. Shapes: x, y and out (blades, batch,
- * features), w (features, triples); all row-major and dense. Blades are ordered by grade, those of
- * a grade by their basis vectors as bits of a number, e1 the lowest; triples by a, then c, then b.
+ * features) or, as `layout` says, (batch, features, blades); w (features, triples); all row-major
+ * and dense. Blades are in the `order`, triples ordered by a, then c, then b. In
+ * FK_ORDER_NULL_FIRST a word has its null vectors first, so that (3, 0, 1), whose e4 is called e0
+ * there, has e01 = e0 e1 = -e14; r > 0 has such signs alone. What another layout or order costs:
+ * without weights and norm nothing; else x, y and out are copied, through the workspace.
  * Each size is at least 1; features is at most 8192, of 16 blades 4096, of 32 blades 2048; batch *
  * features is at most 2^30. Types: that of the description for x, y and out; for w the same, or
  * fp32 if `weight_type` says so; all is computed in fp32, and a result is rounded once. What is

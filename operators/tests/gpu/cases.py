@@ -686,15 +686,20 @@ def clifford_backward(batch, features, signature=(3, 0, 0), normed=True):
 
 def geometric_in_fp64(x, y, w, signature, gate, norm, layout, order):
     """As fused_kernels.geometric_product() has it, of fp64."""
-    every = range(2**sum(signature))
-    vectors = {bits: [v for v in range(5) if bits >> v & 1] for bits in every}
-    own = sorted(every, key={"grade": lambda bits: (bits.bit_count(), bits), "bits": lambda bits: bits,
-                             "shortlex": lambda bits: (len(vectors[bits]), vectors[bits])}[order])
-    theirs = sorted(every, key=lambda bits: (bits.bit_count(), bits))
+    every, null = range(2**sum(signature)), range(sum(signature[:2]), sum(signature))
+    first = {v: -1 if order == "null_first" and v in null else 0 for v in range(5)}
+    words = {bits: sorted((first[v], v) for v in range(5) if bits >> v & 1) for bits in every}
+    keys = {"grade": lambda bits: (bits.bit_count(), bits), "bits": lambda bits: bits}
+    own = sorted(every, key=keys.get(order, lambda bits: (len(words[bits]), words[bits])))
+    theirs = sorted(every, key=keys["grade"])
+    # Of a word's letters each pair that does not ascend is a swap, and so a sign.
+    signs = torch.tensor([(-1.0)**sum(a > b for i, (_, a) in enumerate(words[bits]) for _, b in words[bits][i:])
+                          for bits in theirs], dtype=torch.float64, device=x.device)[:, None, None]
     if layout == "blades_last":
         x, y = (each.permute(2, 0, 1) for each in (x, y))
-    x, y = (each[[own.index(bits) for bits in theirs]] for each in (x, y))
-    result = clifford_in_fp64(x, y, w, signature, norm, gate is not None)[[theirs.index(bits) for bits in own]]
+    x, y = (each[[own.index(bits) for bits in theirs]] * signs for each in (x, y))
+    result = clifford_in_fp64(x, y, w, signature, norm, gate is not None) * signs
+    result = result[[theirs.index(bits) for bits in own]]
     return result.permute(1, 2, 0) if layout == "blades_last" else result
 
 
@@ -813,7 +818,12 @@ CASES = [
       for dtype in (BF16, FP16) for sizes in ((1, 8), (300, 64), (65, 1024), (7, 1032), (3, 8192), (5000, 16))),
     *(geometric(21, 40, signature, dtype, layout=layout, order=order, backward=backward) for backward in (False, True)
       for signature, dtype in (((3, 0, 0), FP32), ((3, 0, 1), BF16)) for layout in ("blades_first", "blades_last")
-      for order in ("grade", "bits", "shortlex")),
+      for order in ("grade", "bits", "shortlex", "null_first")),
+    *(geometric(*sizes, signature, dtype, layout="blades_last", order="null_first", gate=gate, backward=backward)
+      for backward in (False, True) for dtype in (FP32, BF16, FP16) for gate in (None, "gelu")
+      for sizes, signature in (((300, 16), (3, 0, 1)), ((1, 1), (1, 0, 0)), ((77, 5), (2, 1, 2)))),
+    *(geometric(65, 72, (3, 0, 1), dtype, weights, "gelu", True, "blades_last", "null_first", backward)
+      for backward in (False, True) for dtype, weights in ((FP32, FP32), (BF16, FP32), (FP16, None))),
     *(make(*sizes) for make in (clifford_connected, clifford_connected_backward)
       for sizes in ((1, 1), (5, 13), (300, 64), (1000, 260), (4096, 512), (20, 128, (2, 0, 0)),
                     (700, 130, (2, 0, 0), False))),
