@@ -269,13 +269,14 @@ FK_API int fk_attention_backward_workspace(const fk_attention_gradients* attenti
  * row, and dS = P * (d_out v^T - D): d_q = scale dS k, d_k = scale dS^T q and d_v = P^T d_out,
  * where d_k and d_v are added up over the heads of q that share one of k and v. Shapes: those of
  * forward; d_out that of out, each gradient that of what it is the gradient of; strides of each say
- * where it lies. width is a multiple of 8, at most 128, and strides are multiples of 8. batch *
+ * where it lies. width is a multiple of 8, at most 256, and strides are multiples of 8. batch *
  * heads * queries, with queries rounded up to a multiple of 128, is at most 2^30; other sizes,
  * scale and type: as forward. P and dS are rounded to the type before they are multiplied, so that
  * in fp16 no dS may be beyond its range; all is added up in fp32. The parts of d_q of blocks of
  * keys are added up in whatever order they come, so its last bits can differ from call to call, or,
  * with deterministic, in the order of the keys: that takes longer where there are few queries and
- * many keys. A log_sum beyond 2^10 is off by up to
+ * many keys, and a little longer with causal. There blocks wait for blocks of lower numbers, and
+ * rely on it that these start first, as on GPUs so far. A log_sum beyond 2^10 is off by up to
  * 2^-14 and more in fp32, and so is, relative to its size, each P of its query. A NaN or an
  * infinity in a row that causal hides can make gradients NaN. Alignment: each pointer to 16 bytes.
  * Written: d_q, d_k and d_v, which must not overlap an operand. Device: compute capability 8.0 and

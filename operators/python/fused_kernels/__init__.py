@@ -148,7 +148,7 @@ def attention(q, k, v, causal=False, scale=None, log_sums=False):
 
     torch.autocast: q, k and v become of its type, as those of PyTorch's attention do, but torch.float64 stays.
 
-    Gradients: of q, k and v, by attention_backward(), always all three, where width is a multiple of 8, at most 128,
+    Gradients: of q, k and v, by attention_backward(), always all three, where width is a multiple of 8, at most 256,
     and strides are multiples of 8. What is not so is refused in the backward pass. log_sums have no gradient. An
     incoming gradient that does not lie as the result does is copied, if it is not contiguous. That of q has the same
     bits in each call only after torch.use_deterministic_algorithms(True). There are no second derivatives.
@@ -167,7 +167,7 @@ def attention_backward(d_out, q, k, v, out, log_sums, causal=False, scale=None, 
     heads of q that share one of k and v. With `deterministic` d_q has the same bits in each call, which takes longer
     where there are few queries and many keys; else its parts are added up in whatever order they come. Shapes: d_out
     that of out, each gradient that of what it is the gradient of, and its order of dimensions in memory. P and dS are
-    rounded to the type in between. width is a multiple of 8, at most 128. Layout: as attention(), with strides that
+    rounded to the type in between. width is a multiple of 8, at most 256. Layout: as attention(), with strides that
     are multiples of 8; log_sums are contiguous. Type: as attention(). Errors: as attention(), but of fp16, too, a
     RuntimeError for a GPU below compute capability 8.0. Gradients: none. Source: operators/attention; the bonus lesson
     on the gradients of attention explains it."""

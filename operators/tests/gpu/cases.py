@@ -793,7 +793,8 @@ CASES = [
       for layout in ("rows first", "heads first")
       for *sizes, causal in ((1, 1, 1, 1, 1, 8, False), (2, 5, 9, 4, 2, 24, True), (1, 90, 50, 1, 1, 64, True),
                              (1, 3, 300, 2, 2, 72, False), (2, 129, 257, 4, 2, 128, True),
-                             (2, 700, 300, 6, 2, 64, False), (1, 1000, 1000, 2, 2, 128, False))),
+                             (2, 700, 300, 6, 2, 64, False), (1, 1000, 1000, 2, 2, 128, False),
+                             (2, 300, 700, 6, 2, 256, False), (1, 333, 190, 2, 1, 136, True))),
     *(make(*sizes) for make in (diffusion, diffusion_backward) for sizes in MESHES),
     *(make(21, 40, 72, meshes=(3,)) for make in (diffusion, diffusion_backward)),
     *(softmax(*sizes) for sizes in ((1, 1, 1), (65, 7, 9), (5, 130, 133), (33, 65, 130), (3, 20, 9001),
@@ -825,7 +826,8 @@ IN_TURN = [
     *([make(*sizes, dtype=BF16, gate="silu") for sizes in ((1001, 129, 257), (3, 8, 8), (200, 64, 64))]
       for make in (gating, gating_backward)),
     [attention(2, *sizes, BF16) for sizes in ((129, 257, 4, 2, 128), (5, 9, 4, 2, 24), (3, 300, 2, 2, 200))],
-    [attention_backward(2, *sizes, BF16) for sizes in ((129, 257, 4, 2, 128), (5, 9, 4, 2, 24), (3, 300, 2, 2, 64))],
+    [attention_backward(2, *sizes, BF16) for sizes in ((129, 257, 4, 2, 128), (5, 9, 4, 2, 24), (3, 300, 2, 2, 64),
+                                                      (129, 257, 4, 2, 256))],
     *([make(*sizes) for sizes in ((5001, 128, 256), (1, 8, 8), (700, 32, 264))]
       for make in (diffusion, diffusion_backward, gradient_features, gradient_features_backward)),
     *([make(*sizes, dtype) for sizes in ((1000, 516, 777), (65, 7, 9), (3, 20, 9001))] for dtype in (FP32, BF16)
