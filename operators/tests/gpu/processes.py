@@ -3,7 +3,8 @@ compares the losses: `python3 operators/tests/gpu/processes.py [--json FILE]`, w
 library.
 
 The two processes share one GPU, and so their gradients are averaged by gloo: NCCL wants a GPU for each. Each process
-has one of two meshes; the one process has both, and takes the mean of their losses. All start from the same weights. (The optimizer is Adam: weights in bf16 would not change by such small gradients.)"""
+has one of two meshes; the one process has both, and takes the mean of their losses. All start from the same weights.
+The optimizer is Adam, since weights in bf16 would not change by gradients as small as these."""
 
 import argparse
 import json
@@ -93,8 +94,8 @@ def main():
     again = losses_of(network(), [data(number) for number in range(MESHES)]).cpu()
     two = in_two()
     apart, usual = (((other - one).abs() / one).max().item() for other in (two, again))
-    print(f"loss {one[0]:.4f} to {one[-1]:.4f}; one process and two are apart by {apart:.1e}, two runs of one process by "
-          f"{usual:.1e}")
+    print(f"loss {one[0]:.4f} to {one[-1]:.4f}; one process and two are apart by {apart:.1e}, two runs of one process "
+          f"by {usual:.1e}")
     if options.json:
         record = {"device": {"name": torch.cuda.get_device_name()}, "pytorch": torch.__version__, "steps": STEPS,
                   "first": one[0].item(), "last": one[-1].item(), "apart": apart, "two runs": usual}
