@@ -16,6 +16,7 @@
 // whatever a block owns, dQ, or else dK and dV, comes in parts from many blocks.
 //
 //     library              cuBLAS's five products: logits, P, dP and dS go through memory
+//     cuDNN                NVIDIA's fused kernels, where the library is found: the ones to beat
 //     tensor cores         a block owns keys, and dK and dV in its registers; Q and dO stream past,
 //                          products by mma.sync; dQ is added up in memory by atomicAdd
 //     warp specialization  for Hopper: a warp brings tiles by the copy engine, two warpgroups
@@ -44,6 +45,7 @@
 #include "primitives/row_parts.cuh"
 #include "primitives/spin.cuh"
 #include "problems/attention/backward.h"
+#include "problems/attention/cudnn.h"
 #include "problems/attention/library_backward.cuh"
 
 using namespace problems;
@@ -366,32 +368,15 @@ __global__ void __launch_bounds__(MmaTile<T, kWidth>::kThreads, 2)
 // each group the four numbers of a consumer's 128 threads are neighbours in memory. So a thread
 // adds 16 bytes by one instruction, and a warp 512 bytes in a row.
 //
-// *reduce-add* is the same kernel with kByEngine. There the consumer writes its part to shared
-// memory and goes on, while the copy engine adds these 16 KB to the sums.
+// The three kernels differ in how dQ is added up, `Adding` below:
 //
-// In both, the blocks of a head add to a part of dQ in whatever order they come, and a sum of
-// rounded numbers depends on their order: the last bits of dQ differ from run to run. In
-// *deterministic* each part is added to in the order of the keys. Beside the sums of each part
-// there is a count of the blocks that have added to it. The block of key tile j waits until the
-// count is j, adds, and raises the count when its numbers have arrived in memory.
+//     by_threads   *warp specialization*: as said, see add_part()
+//     by_engine    *reduce-add*: the consumer writes its part to shared memory and goes on, while
+//                  the copy engine adds these 16 KB to the sums
+//     in_order     *deterministic*: each part is added to in the order of the keys, see
+//                  add_in_order(). For blocks that wait for others, see take_place()
 //
-// Nobody should wait for long. All blocks of a head go through the tiles of queries in the same
-// order, from the last one on. So a block that begins a little later than the one of the keys
-// before it stays behind it, and always finds its turn come. With a causal mask blocks of later
-// keys end earlier, and are otherwise the same. (Heads of Q that share keys alternate with each
-// tile. If they came one after the other, a block that the mask hides more from would come to the
-// second head too early.) And it is not a consumer that waits. The producer's warpgroup has three
-// more warps. A thread in each of two of them takes a consumer's parts from shared memory, waits,
-// and has the copy engine add them.
-//
-// The first block does not add but stores. So the sums need not begin as zeros.
-//
-// Nobody waits forever either. A block waits only for blocks of lower numbers, and GPUs start
-// blocks in the order of their numbers. So all that it waits for have started, and of all blocks
-// that have not ended the one with the lowest number waits for none: it ends, and so do all. The
-// numbers go through some heads, `abreast` of them: first through their first tiles of keys, then
-// through the second ones, and so on. The more heads there are, the further apart the blocks of a
-// head start. But these heads share the L2 cache.
+// At the first reading take by_threads, and skip what is `if constexpr (kInOrder)`.
 //
 // The words are those of bonus_attention at *warp specialization*, and these:
 //     Box, LeftTile                 rows of 128 bytes in shared memory, as the copy engine brings
@@ -403,9 +388,10 @@ __global__ void __launch_bounds__(MmaTile<T, kWidth>::kThreads, 2)
 //                                   memory, or store them there
 //     tensor_store_wait<0>          waits until what the copy engine has added is in memory
 //     wait_for_count                reads a counter until it is high enough, by an acquire
-//     launch_early                  starts a kernel as soon as all blocks of the one before have
-//                                   ended, before their results are sure to be seen;
-//                                   wait_for_previous_kernel() waits for these
+//     launch_early                  starts a kernel when all blocks of the one before have called
+//                                   start_next_kernel(), or have ended, as here: nobody calls it.
+//                                   Their results are sure to be seen only after
+//                                   wait_for_previous_kernel()
 enum class Adding { by_threads, by_engine, in_order };
 
 template <int kWidth>
@@ -491,7 +477,9 @@ struct HopperBlock : HopperTile<kWidth> {
   __device__ HopperBlock(char* bytes, const HopperMaps& of, const Operands<T>& operands)
       : shared(*reinterpret_cast<Shared*>(bytes)), maps(of), in(operands) {
     if (threadIdx.x == 0) {
-      prepare(shared.pipeline, 2, 1 + 32);  // the copy engine's bytes, and a warp, fill a stage
+      // Two consumers give a stage back. 33 arrivals fill it: one thread announces the bytes of the
+      // copies, and 32 lanes have written the logarithms and D.
+      prepare(shared.pipeline, 2, 1 + 32);
       barrier_init(&shared.KV_full, 1);
       for (int i = 0; kInOrder && i < 2; ++i) {
         barrier_init(&shared.part_full[i], 4);  // the warps of a consumer
@@ -508,8 +496,17 @@ struct HopperBlock : HopperTile<kWidth> {
     steps = tiles * in.group;
   }
 
-  // The place of the block with this number: heads of K and V, of all batches, come `abreast` at a
-  // time. Of the last ones there may be fewer.
+  // *deterministic*: the place of the block with this number. A block waits for the blocks of the
+  // keys before. If blocks start in the order of their numbers, it never waits for one that has not
+  // started: of all that have not ended the one with the lowest number waits for none, so it ends,
+  // and so do all. GPUs so far start blocks in that order, but CUDA's documentation does not
+  // promise it. (If each block drew its number from a counter in memory, when it starts, this would
+  // hold on every GPU.)
+  //
+  // The numbers go through some heads of K and V, `abreast` of them: first through their first
+  // tiles of keys, then through the second ones, and so on. The more heads there are, the further
+  // apart the blocks of a head start. But these heads share the L2 cache. Of the last heads there
+  // may be fewer.
   __device__ void take_place(int number) {
     const int key_tiles = ceil_div(in.keys, Tile::kKeys), kv_heads = in.heads / in.group;
     const int first = number / (in.abreast * key_tiles) * in.abreast;
@@ -660,9 +657,24 @@ struct HopperBlock : HopperTile<kWidth> {
       }
     }
   }
-  // A thread that adds a consumer's parts in order. A count has an acquire where it is read and a
-  // release where it is raised. These order what threads do; the fence orders what the copy engine
-  // does behind the acquire. A look at the next step's count takes as long as a part on its way to
+  // *deterministic*. When the blocks of a head add to a part of dQ in whatever order they come, the
+  // last bits of dQ differ from run to run, as a sum of rounded numbers depends on their order.
+  // Here there is a count beside the sums of each part: of the blocks that have added to it. The
+  // block of key tile j waits until the count is j, adds, and raises the count when its numbers
+  // have arrived in memory. The first block stores in place of adding, so the sums need not begin
+  // as zeros.
+  //
+  // Nobody should wait for long. All blocks of a head go through the tiles of queries in the same
+  // order, from the last one on. So a block that begins a little later than the one of the keys
+  // before it stays behind it, and always finds its turn come. With a causal mask blocks of later
+  // keys end earlier, and are otherwise the same. (Heads of Q that share keys alternate with each
+  // tile. If they came one after the other, a block that the mask hides more from would come to the
+  // second head too early.) And it is not a consumer that waits: the producer's warpgroup has three
+  // more warps, and a thread in each of two of them runs this function.
+  //
+  // It adds a consumer's parts in order. A count has an acquire where it is read and a release
+  // where it is raised. These order what threads do; the fence orders what the copy engine does
+  // behind the acquire. A look at the next step's count takes as long as a part on its way to
   // memory: so it is taken meanwhile.
   __device__ void add_in_order(int of_consumer) const {
     const auto& from = shared.parts[of_consumer];
@@ -740,7 +752,9 @@ __global__ void __launch_bounds__(HopperTile<kWidth>::kThreads, 1)
       auto& stage = reader.wait();
       block.start_transposed(P, shared.K, stage.Q);
       block.start_transposed(dS, shared.V, stage.d_out);
-      wgmma_wait<Block::kBoxes>();  // for the logits; dP, a group for each box, may still run
+      // A product has a group of wgmma for each box: one for a width of 64, two for 128. So this
+      // waits for the logits, and the groups of dP may still run.
+      wgmma_wait<Block::kBoxes>();
       block.to_probabilities(P, stage, block.tile_of(step) * Block::kQueries);
       block.to_factor(P_factor, P);
       // across_k() reads the boxes behind this one, too.
@@ -904,6 +918,7 @@ struct Table : AttentionBackwardProblem<T> {
           attention_backward_mma<T, kWidth><<<grid, Mma::kThreads, kBytes>>>(operands());
           finish_dq();
         })
+        .occupies(this->ends() + row_sums.bytes() + dq_sums.bytes())
         .needs(80)
         .needs_shared(kBytes);
     add_hopper<kWidth, Adding::by_threads>("warp specialization");
@@ -931,8 +946,18 @@ struct Table : AttentionBackwardProblem<T> {
                        operands<Tile::kQueries>());
           launch_early(attention_finish_parts<T, kWidth>, parts, 128, 0, operands());
         })
+        .occupies(this->ends() + row_sums.bytes() + dq_sums.bytes() +
+                  (kAdding == Adding::in_order ? counts.bytes() : 0))
         .hopper_only()
         .needs_shared(kBytes);
+  }
+
+  // cuDNN's row; or why there is none.
+  std::string add_peer() const {
+    return add_cudnn(*this, type_of<T>, CudnnAttention::Pass::backward, [=, this] {
+      return CudnnAttention::Memory{this->Q,     this->K,  this->V,  this->out, this->log_sums,
+                                    this->d_out, this->dQ, this->dK, this->dV};
+    });
   }
 
   // A row, of which --runs is told.
@@ -990,7 +1015,10 @@ void add_table(Lesson& lesson, cublasHandle_t blas, const std::string& type, Att
   const auto table = std::make_shared<Table<T>>(lesson, blas, name, shape, report);
   tables.push_back(table);
   const auto library = std::make_shared<LibraryAttentionBackward<T>>(blas, *table);
-  table->row("library", Role::library, [library] { (*library)(); });
+  table->row("library", Role::library, [library] { (*library)(); })
+      .occupies(table->ends() + library->workspace_bytes());
+  const std::string why = lesson.on_cpu() ? "" : table->add_peer();
+  if (!why.empty()) lesson.note("cuDNN is left out: " + why + ".");
   switch (shape.width) {
     case 64:
       table->template add_lesson_kernels<64>();
@@ -1003,6 +1031,8 @@ void add_table(Lesson& lesson, cublasHandle_t blas, const std::string& type, Att
   }
   table->problem.compare("tensor cores", "library",
                          name + ": without S x T numbers in memory: % times as fast.");
+  table->problem.compare("deterministic", "cuDNN",
+                         name + ": the last kernel runs at % of cuDNN's rate.");
 }
 
 int main(int argc, char** argv) {

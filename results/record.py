@@ -27,7 +27,7 @@ SIZES = {
     "7_diffusion_fused": [1024, 4096, 16384, 1048576],
     "8_spatial_gradients": [16384, 1048576],
     "bonus_attention": [512, 1024, 2048, 8192, 16384],
-    "bonus_attention_backward": [512, 2048, 16384],
+    "bonus_attention_backward": [512, 1024, 2048, 8192, 16384],
     "bonus_diffusion_gpus": [1024, 16384, 131072, 4194304],
     "operators_product": [1024, 2048, 3000, 4097, 8192],
     "operators_diffusion": [1024, 4096, 16384, 1048576],
@@ -57,7 +57,7 @@ VARIANTS = {
     },
     "bonus_attention_backward": {
         "64": ["4096", "--width", "64"],
-        **{f"{n}-64": [str(n), "--width", "64"] for n in (512, 2048, 16384)},
+        **{f"{n}-64": [str(n), "--width", "64"] for n in (512, 1024, 2048, 8192, 16384)},
     },
     "bonus_clifford_fully_connected": {
         "2,0,0": ["--algebra", "2,0,0"],

@@ -473,7 +473,8 @@ def python_table(what):
 
 
 def choice_table(what):
-    """What operators/tests/gpu/choice.py has recorded, a row per function."""
+    """What operators/tests/gpu/choice.py has recorded: a row for each function, for each other library beside it, and for
+    each shape that has a name."""
     run = record_named(what)
     lines = [f"{run['device']['name']}, PyTorch {run['pytorch']}.", "",
              "| | shapes | estimated / tried | above 1.1 | worst | library / ours | below 0.95 | worst |",
@@ -482,10 +483,17 @@ def choice_table(what):
         if of["shapes"] == 0:
             continue
         cells = [name, str(of["shapes"]), f"{of['geometric_mean']:.3f}", f"{of['above_1.1']:.1%}", f"{of['worst']:.2f}"]
-        if "library_shapes" in of:
-            cells += [f"{of['library_geometric_mean']:.2f}", f"{of['library_below_0.95']:.0%}",
-                      f"{of['library_worst']:.2f}"]
-        lines.append("| " + " | ".join(cells + [""] * (8 - len(cells))) + " |")
+        rows = [cells]
+        for library, label in (("library", None), ("flash", "beside FlashAttention")):
+            if f"{library}_shapes" not in of:
+                continue
+            if label:
+                rows.append([f"{name}, {label}", str(of[f"{library}_shapes"]), "", "", ""])
+            rows[-1] += [f"{of[f'{library}_geometric_mean']:.2f}", f"{of[f'{library}_below_0.95']:.0%}",
+                         f"{of[f'{library}_worst']:.2f}"]
+        rows += [[f"{name}, {label}", "1", "", "", "", f"{found['library_ratio']:.2f}"]
+                 for label, found in of.get("named", {}).items()]
+        lines += ["| " + " | ".join(row + [""] * (8 - len(row))) + " |" for row in rows]
     return "\n" + "\n".join(lines) + "\n"
 
 

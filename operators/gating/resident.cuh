@@ -22,12 +22,12 @@
 #include <utility>
 #include <vector>
 
+#include "operators/caller.h"
 #include "operators/gating/rows.cuh"
-#include "operators/operands.h"
 
 namespace operators::gating {
 
-using operators::Memory, operators::Way, operators::Ways, operators::Workspace;
+using operators::Caller, operators::Memory, operators::Way, operators::way_id, operators::Ways;
 
 /// A block stays on its multiprocessor and keeps its columns of both weights. Of out it takes tiles
 /// of 64 rows, one for each team of consumers at a time. A team has stages of its own for x, which
@@ -129,16 +129,18 @@ struct GatingMemory {
 template <typename T>
 class ResidentLayer {
  public:
-  ResidentLayer(const Workspace& workspace, GatingMemory<T> memory, GatingShape shape)
-      : memory_(std::move(memory)), shape_(shape), stream_(workspace.stream), ways_(workspace) {
+  ResidentLayer(const Caller& caller, GatingMemory<T> memory, GatingShape shape)
+      : memory_(std::move(memory)), shape_(shape), stream_(caller.stream), ways_(caller.search) {
     // x comes in boxes if its rows are aligned, and most of a box is x.
     const int64_t K = shape.channels;
     const bool boxed = K % 8 == 0 && 4 * ((K + kStepK - 1) / kStepK * kStepK) <= 7 * K;
     if constexpr (std::is_same_v<T, half>) {
-      boxed ? add_plans<BoxedRows<half>>() : add_plans<LooseRows>();
-    } else if (boxed) {
-      add_few_plans<BoxedRows<T>>();
+      if (memory_.gate == Gate::sigmoid) {
+        boxed ? add_plans<BoxedRows<half, false>>() : add_plans<LooseRows>();
+        return;
+      }
     }
+    if (boxed) add_few_plans<BoxedRows<T, true>>();
   }
 
   std::vector<Way> ways() const { return ways_.found(); }
@@ -161,8 +163,8 @@ class ResidentLayer {
             InPanels<Rows, 56, 4>, InPanels<Rows, 64, 4>, InPanels<Rows, 64, 3>,
             InPanels<Rows, 64, 4, 4>, InPanels<Rows, 56, 4, 2>, InPanels<Rows, 32, 2>>();
   }
-  /// Of bf16 some of those in boxes, of narrow panels and wide ones, since each plan is a kernel.
-  /// They were not chosen by measurements; other shapes are products.
+  /// Of bf16, and of the other gates, some of those in boxes, of narrow panels and wide ones, since
+  /// each plan is a kernel. They were not chosen by measurements; other shapes are products.
   template <class Rows>
   void add_few_plans() {
     add_all<InBoxes<Rows, 16, 4>, InBoxes<Rows, 32, 4>, InBoxes<Rows, 64, 4>, InBoxes<Rows, 64, 3>,
@@ -190,7 +192,9 @@ class ResidentLayer {
         if (sizes.stages == 0) continue;
         whole_ = whole_ || blocks == 1;
         const double microseconds = sizes.microseconds(kind, shape_, blocks);
-        ways_.offer(microseconds, [&] {
+        const WayId id = way_id({kind.width, kind.consumers, kind.team, static_cast<int>(kind.out),
+                                 sizes.stages, blocks, boxes});
+        ways_.offer(microseconds, id, [&] {
           return Way{sizes.name(kind, blocks), microseconds,
                      [launch, memory = memory_, shape = shape_, sizes, rows, blocks,
                       stream = stream_] { launch(memory, shape, sizes, rows, blocks, stream); },

@@ -104,33 +104,71 @@ FK_API const char* fk_last_way(void);
  * Errors: FK_BAD_ARGUMENT if `on` is another number. */
 FK_API int fk_tune(int on);
 
-/* A product of two matrices. */
+/* A product of two matrices, or a batch of such products. */
 typedef struct fk_product {
   size_t size; /* sizeof(fk_product) */
   int type;    /* FK_FLOAT16, FK_BFLOAT16, FK_FLOAT32, FK_TF32 or FK_TF32X3 */
   int64_t rows, cols, depth;
   int64_t a_stride, b_stride,
-      c_stride; /* from a row to the next; 0: dense, as FK_FLOAT32 has to be */
+      c_stride;                 /* from a row to the next; 0: dense, as FK_FLOAT32 has to be */
+  int transpose_a, transpose_b; /* 1: memory has the factor's transpose; 0: the factor */
+  int64_t batch;                /* how many products; 0: one */
+  int64_t a_batch_stride, b_batch_stride,
+      c_batch_stride; /* from a matrix to the next; of a and b 0: one for all of the batch */
 } fk_product;
 
 /* How many bytes of workspace fk_product_forward() needs on the current device.
  * Written: bytes. Errors: as fk_product_forward(), without those of operands. */
 FK_API int fk_product_workspace(const fk_product* product, size_t* bytes);
 
-/* c = a b, as lessons 2 (fp32) and 3 have it. Shapes: a (rows, depth), b (depth, cols), c (rows,
- * cols); all row-major. Each size is at least 1; rows is at most 2^30, cols at most 2^26, depth at
- * most 2^30, of FK_FLOAT32 2^24. Type: that of the description for all three; added up in fp32.
- * The last three types are fp32 in memory. FK_FLOAT32 is multiplied in fp32. FK_TF32 is multiplied
- * on tensor cores, which get the elements of a and b rounded to TF32: 11 bits instead of 24, of
- * which the first is a 1 that is not stored. FK_TF32X3 gives them each element as the sum of two
- * such numbers, in three products. Take the sum of the absolute values of the products that an
- * element of c adds up. The element differs from the exact one by at most that sum times depth *
- * 2^-24 with FK_FLOAT32, times 2^-10 + depth * 2^-25 with FK_TF32, and times 2^-18 + depth * 2^-29
- * with FK_TF32X3. With FK_TF32X3 an infinity in a row of a makes that row of c NaN. Alignment: each
- * pointer to 16 bytes. Written: c, which must not overlap a or b. Device: compute capability 8.0
- * and newer; for FK_FLOAT32 any that the library is built for. */
+/* c = a b, as lessons 2 (fp32) and 3 have it, for each of a batch. Shapes: a (rows, depth), b
+ * (depth, cols), c (rows, cols); all row-major. With transpose_a memory has a as (depth, rows), and
+ * with transpose_b it has b as (cols, depth): strides are from one of these rows to the next. Each
+ * size is at least 1; rows is at most 2^30, cols at most 2^26, depth at most 2^30, of FK_FLOAT32
+ * 2^24; batch is at most 2^20. With a batch of one its strides are not looked at. Else each is at
+ * most 2^40, and a multiple of 16 bytes or, where rows are dense, of the rows' length; matrices of
+ * c may lie one after another, or side by side, but not overlap. A factor that is transposed is
+ * copied into the workspace first, unless the way says otherwise. Type: that of the description for
+ * all three; added up in fp32. The last three types are fp32 in memory. FK_FLOAT32 is multiplied in
+ * fp32. FK_TF32 is multiplied on tensor cores, which get the elements of a and b rounded to TF32:
+ * 11 bits instead of 24, of which the first is a 1 that is not stored. FK_TF32X3 gives them each
+ * element as the sum of two such numbers, in three products. Take the sum of the absolute values of
+ * the products that an element of c adds up. The element differs from the exact one by at most that
+ * sum times depth * 2^-24 with FK_FLOAT32, times 2^-10 + depth * 2^-25 with FK_TF32, and times
+ * 2^-18 + depth * 2^-29 with FK_TF32X3. With FK_TF32X3 an infinity in a row of a makes that row of
+ * c NaN. Alignment: each pointer to 16 bytes. Written: c, which must not overlap a or b. Device:
+ * compute capability 8.0 and newer; for FK_FLOAT32 any that the library is built for. */
 FK_API int fk_product_forward(const fk_product* product, const void* a, const void* b, void* c,
                               void* workspace, size_t workspace_bytes, struct CUstream_st* stream);
+
+/* How many bytes of workspace fk_product_bias_forward() needs on the current device.
+ * Written: bytes. Errors: as fk_product_bias_forward(), without those of operands. */
+FK_API int fk_product_bias_workspace(const fk_product* product, size_t* bytes);
+
+/* c = a b + bias: fk_product_forward() with a bias (cols) of the description's type, which is added
+ * to each row of c, the same for all of the batch. It may be NULL, for zeros. In FK_FLOAT16 and
+ * FK_BFLOAT16 a b may be rounded to the type before the bias is added; the sum is rounded after it.
+ * All else is as there. Written: c, which must not overlap an operand. */
+FK_API int fk_product_bias_forward(const fk_product* product, const void* a, const void* b,
+                                   const void* bias, void* c, void* workspace,
+                                   size_t workspace_bytes, struct CUstream_st* stream);
+
+/* How many bytes of workspace fk_product_backward() needs on the current device.
+ * Written: bytes. Errors: as fk_product_backward(), without those of operands. */
+FK_API int fk_product_backward_workspace(const fk_product* product, size_t* bytes);
+
+/* The gradients of fk_product_bias_forward(), those of the sum of all elements of d_c * c: d_a =
+ * d_c b^T and d_b = a^T d_c for each of the batch, and d_bias, the sum of all rows of d_c. Shapes:
+ * d_c that of c, with its strides; d_a and d_b (batch, rows, cols) as a and b lie in memory,
+ * transposed where these are, and dense. Where one a or b is for all of the batch, its gradient is
+ * the sum of what d_a or d_b has for each. Each of d_a, d_b and d_bias may be NULL, and is not
+ * computed then. rows, cols and depth are at most 2^26, of FK_FLOAT32 2^24. Type: that of the
+ * description for all; multiplied as there, and rows of d_c are added up in fp32. Other sizes,
+ * alignment and device: as forward. Written: d_a, d_b and d_bias, which must not overlap an
+ * operand. */
+FK_API int fk_product_backward(const fk_product* product, const void* d_c, const void* a,
+                               const void* b, void* d_a, void* d_b, void* d_bias, void* workspace,
+                               size_t workspace_bytes, struct CUstream_st* stream);
 
 /* What the gated layer's first product goes through, with Phi the distribution function of the
  * normal distribution. */
@@ -231,13 +269,14 @@ FK_API int fk_attention_backward_workspace(const fk_attention_gradients* attenti
  * row, and dS = P * (d_out v^T - D): d_q = scale dS k, d_k = scale dS^T q and d_v = P^T d_out,
  * where d_k and d_v are added up over the heads of q that share one of k and v. Shapes: those of
  * forward; d_out that of out, each gradient that of what it is the gradient of; strides of each say
- * where it lies. width is a multiple of 8, at most 128, and strides are multiples of 8. batch *
+ * where it lies. width is a multiple of 8, at most 256, and strides are multiples of 8. batch *
  * heads * queries, with queries rounded up to a multiple of 128, is at most 2^30; other sizes,
  * scale and type: as forward. P and dS are rounded to the type before they are multiplied, so that
  * in fp16 no dS may be beyond its range; all is added up in fp32. The parts of d_q of blocks of
  * keys are added up in whatever order they come, so its last bits can differ from call to call, or,
  * with deterministic, in the order of the keys: that takes longer where there are few queries and
- * many keys. A log_sum beyond 2^10 is off by up to
+ * many keys, and a little longer with causal. There blocks wait for blocks of lower numbers, and
+ * rely on it that these start first, as on GPUs so far. A log_sum beyond 2^10 is off by up to
  * 2^-14 and more in fp32, and so is, relative to its size, each P of its query. A NaN or an
  * infinity in a row that causal hides can make gradients NaN. Alignment: each pointer to 16 bytes.
  * Written: d_q, d_k and d_v, which must not overlap an operand. Device: compute capability 8.0 and
@@ -420,8 +459,8 @@ FK_API int fk_clifford_connected_workspace(const fk_clifford* clifford, size_t* 
  * least 1; features is at most 8192, batch * features at most 2^30. `gate`, `unweighted` and
  * `weight_type` are 0. Type: fp32; products and weights are rounded to TF32, and added up in fp32.
  * Alignment: each pointer to 16 bytes. Written: out, which must not overlap an operand. Device:
- * compute capability 9.0; the blocks of a kernel start together, and so a call in another stream
- * waits until there is room for all. */
+ * compute capability 8.0 and newer. On 9.0 the blocks of a kernel start together, and so a call in
+ * another stream waits until there is room for all. */
 FK_API int fk_clifford_connected_forward(const fk_clifford* clifford, const void* x, const void* y,
                                          const void* w, void* out, void* workspace,
                                          size_t workspace_bytes, struct CUstream_st* stream);
@@ -531,7 +570,9 @@ enum fk_function {
   FK_CLIFFORD_CONNECTED_BACKWARD = 15,
   FK_CROSS_ENTROPY_FORWARD = 16,
   FK_CROSS_ENTROPY_BACKWARD = 17,
-  FK_ATTENTION_BACKWARD = 18
+  FK_ATTENTION_BACKWARD = 18,
+  FK_PRODUCT_BIAS_FORWARD = 19,
+  FK_PRODUCT_BACKWARD = 20
 };
 
 /* A plan that the caller owns, for programs that want to say when something is planned, and how

@@ -3,6 +3,7 @@
 #include <map>
 #include <memory>
 #include <mutex>
+#include <optional>
 #include <string>
 #include <utility>
 
@@ -64,23 +65,23 @@ class Tunings {
   std::atomic<bool> on = false;
   std::atomic<uint64_t> changes = 0;
 
-  /// The name of a way; empty: not tried yet.
-  std::string of(const Key& key) {
+  /// Nothing: not tried yet.
+  std::optional<WayId> of(const Key& key) {
     const std::lock_guard lock(mutex_);
-    const auto found = names_.find(key.without_stream());
-    return found == names_.end() ? "" : found->second;
+    const auto found = ids_.find(key.without_stream());
+    return found == ids_.end() ? std::nullopt : std::optional(found->second);
   }
-  void set(const Key& key, const std::string& name) {
+  void set(const Key& key, WayId id) {
     const std::lock_guard lock(mutex_);
-    if (names_.size() >= kMost) names_.erase(names_.begin());
-    names_[key.without_stream()] = name;
+    if (ids_.size() >= kMost) ids_.erase(ids_.begin());
+    ids_[key.without_stream()] = id;
     ++changes;
   }
 
  private:
   static constexpr size_t kMost = 4096;
   std::mutex mutex_;
-  std::map<decltype(std::declval<Key>().without_stream()), std::string> names_;
+  std::map<decltype(std::declval<Key>().without_stream()), WayId> ids_;
 };
 
 }  // namespace
@@ -125,11 +126,6 @@ int64_t check_stride(const char* name, int64_t stride, int64_t cols, size_t elem
   return stride;
 }
 
-void check_hopper(const char* name) {
-  const TakingFor device(capability_to_plan_for());
-  if (!primitives::is_hopper()) refuse_capability(name, "9.0");
-}
-
 void check_capability(const char* name, int least) {
   const TakingFor device(capability_to_plan_for());
   if (primitives::compute_capability() >= least) return;
@@ -158,8 +154,7 @@ class Plans {
     plan.accept(pointers, workspace, bytes);
     try {
       Tunings& tunings = Tunings::all();
-      if (tunings.on.load(std::memory_order_relaxed) && tunings.of(key).empty() &&
-          !plan.captured()) {
+      if (tunings.on.load(std::memory_order_relaxed) && !tunings.of(key) && !plan.captured()) {
         tunings.set(key, plan.fastest());
       }
       if (const uint64_t now = tunings.changes.load(std::memory_order_acquire);
@@ -274,8 +269,10 @@ constexpr const Function* kFunctions[] = {&product_forward,
                                           &clifford_connected_backward,
                                           &cross_entropy_forward,
                                           &cross_entropy_backward,
-                                          &attention_backward};
-static_assert(std::size(kFunctions) == FK_ATTENTION_BACKWARD);
+                                          &attention_backward,
+                                          &product_bias_forward,
+                                          &product_backward};
+static_assert(std::size(kFunctions) == FK_PRODUCT_BACKWARD);
 
 const Function& with_number(int number) {
   if (number >= 1 && number <= static_cast<int>(std::size(kFunctions))) {
@@ -298,7 +295,7 @@ int query(const Function& function, const void* description, size_t* bytes) noex
     const TakingFor device(capability_to_plan_for());
     const Running running;
     Carver carver(running, nullptr);
-    if (carver.ways(task.make, carver.workspace()).empty()) refuse_shape();
+    if (carver.ways(task.make, {}).empty()) refuse_shape();
     *bytes = carver.used();
   });
 }

@@ -54,13 +54,13 @@ DiffusionOperands operands_of(const fk_diffusion& of, const Operands& at) {
 /// A pass of a description that has been checked.
 template <Pass kPass>
 Operator pass_of(const fk_diffusion& of) {
-  return [=](const operators::Workspace& workspace, const Operands& at) {
+  return [=](const operators::Caller& caller, const Operands& at) {
     const auto operands = [=] { return operands_of<kPass>(of, at); };
     if (primitives::is_hopper()) {
-      auto ways = FusedDiffusion<kPass>(workspace, operands, shape_of(of)).ways();
+      auto ways = FusedDiffusion<kPass>(caller, operands, shape_of(of)).ways();
       if (!ways.empty()) return ways;
     }
-    return PortableDiffusion<kPass>(workspace, operands, shape_of(of)).ways();
+    return PortableDiffusion<kPass>(caller, operands, shape_of(of)).ways();
   };
 }
 

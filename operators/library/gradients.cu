@@ -43,13 +43,13 @@ GradientsOperands operands_of(const fk_gradients& of, const Operands& at) {
 /// A pass of a description that has been checked.
 template <Pass kPass>
 Operator pass_of(const fk_gradients& of) {
-  return [=](const operators::Workspace& workspace, const Operands& at) {
+  return [=](const operators::Caller& caller, const Operands& at) {
     const auto operands = [=] { return operands_of<kPass>(of, at); };
     if (primitives::is_hopper()) {
-      auto ways = GradientFeatures<kPass>(workspace, operands, shape_of(of)).ways();
+      auto ways = GradientFeatures<kPass>(caller, operands, shape_of(of)).ways();
       if (!ways.empty()) return ways;
     }
-    return PortableFeatures<kPass>(workspace, operands, shape_of(of)).ways();
+    return PortableFeatures<kPass>(caller, operands, shape_of(of)).ways();
   };
 }
 

@@ -30,6 +30,7 @@
 //     into rows that are, and C leaves through shared memory, so that a warp stores 32 neighbours.
 //     For a small one that launch would take longer than it saves, and B is copied by single
 //     floats. A always is, since it is transposed on the way.
+//   - Short sums. Small blocks, of which a multiprocessor has many, compute them (fp32_blocks.cuh).
 //   - Copies that come all at once. Where two blocks are on a multiprocessor, or where B is copied
 //     by single floats, a thread starts a few copies beside each k that it multiplies. The others
 //     have no registers left for that, and start all copies of a step at its beginning.
@@ -46,8 +47,10 @@
 #include <string>
 #include <vector>
 
+#include "operators/caller.h"
 #include "operators/estimate.h"
-#include "operators/operands.h"
+#include "operators/product/fp32_blocks.cuh"
+#include "operators/product/fp32_lanes.cuh"
 #include "operators/product/shape.h"
 #include "primitives/async_copy.cuh"
 #include "primitives/early_launch.cuh"
@@ -57,7 +60,7 @@
 namespace operators::product {
 
 using namespace primitives;
-using operators::Memory, operators::Way, operators::Ways, operators::Workspace;
+using operators::Caller, operators::Memory, operators::Way, operators::way_id, operators::Ways;
 
 inline constexpr int kFp32Threads = 256;  ///< of a block, whatever its tile
 
@@ -77,20 +80,20 @@ struct Fp32Tile {
   /// In shared memory are kStages tiles of A, transposed, then kStages of B.
   static constexpr int kStrideA = BM + 4, kTileA = BK * kStrideA, kTileB = BK * BN;
   static constexpr int kTiles = kStages * (kTileA + kTileB);
-  /// Where the warps turn results into rows, 128 numbers each: beside the tiles; or in their place,
+  /// Where the warps turn results into rows: beside the tiles; or in their place,
   /// behind the largest of what slices give each other (add_slices).
   static constexpr int kRowsAt = kSlices == 1 ? kTiles : TM * TN / 2 * kFp32Threads;
-  static constexpr int kShared = std::max(kTiles, kRowsAt + 4 * kFp32Threads);
+  using Lanes = Fp32Lanes<8>;
+  static constexpr int kShared = std::max(kTiles, kRowsAt + kFp32Threads / 32 * Lanes::kFloats);
   static constexpr int kSharedBytes = kShared * static_cast<int>(sizeof(float));
 
-  /// Which slice this thread belongs to, and where it stands among the others of that: the threads
-  /// of a warp 4 x 8, so that they read 4 groups of rows and 8 of columns, without a bank conflict.
+  /// Which slice this thread belongs to, and where it stands among the others of that.
   static __device__ int slice() { return kSlices == 1 ? 0 : threadIdx.x / kSliceThreads; }
   static __device__ int warp() {
     return (kSlices == 1 ? threadIdx.x : threadIdx.x % kSliceThreads) / 32;
   }
-  static __device__ int x() { return warp() % (kThreadsX / 8) * 8 + threadIdx.x % 8; }
-  static __device__ int y() { return warp() / (kThreadsX / 8) * 4 + threadIdx.x % 32 / 8; }
+  static __device__ int x() { return warp() % (kThreadsX / 8) * 8 + Lanes::x(); }
+  static __device__ int y() { return warp() / (kThreadsX / 8) * 4 + Lanes::y(); }
 };
 
 /// What is multiplied. From a row of B to the next it is `pitch` numbers.
@@ -216,45 +219,23 @@ __device__ void multiply_fp32_steps(float* tiles, const Fp32Operands& of, int ro
 
 /// Stores a thread's sums. Of a tile with several slices only kOwn of the TM rows are left to the
 /// thread. kAligned: C's rows are aligned to 16 bytes. (Tile::kAligned says so of B's.) Then each
-/// thread stores four neighbours at once. Else, if B has been copied, the 32 lanes of a warp store
-/// 32 neighbours of a row: they hold four such rows in fours, and exchange them through shared
-/// memory. Where nothing is copied, products are small, and threads store what they have, one by
-/// one.
+/// thread stores four neighbours at once. Else, if B has been copied, the lanes of a warp exchange
+/// what they have, and store 32 neighbours of a row. Where nothing is copied, products are small,
+/// and threads store what they have, one by one.
 template <class Tile, bool kAligned, int kOwn>
 __device__ void store_fp32_sums(float* tiles, const float (&sum)[kOwn][Tile::TN],
                                 const Fp32Operands& to, int row0, int col0) {
-  const int x = Tile::x(), y = Tile::y(), lane = threadIdx.x % 32;
-  const int rows = to.shape.rows, cols = to.shape.cols;
-  float* of_warp = tiles + Tile::kRowsAt + (threadIdx.x - lane) * 4;
+  float* const of_warp = tiles + Tile::kRowsAt + threadIdx.x / 32 * Tile::Lanes::kFloats;
 #pragma unroll
   for (int own = 0; own < kOwn; ++own) {
     const int i = own + kOwn * Tile::slice();
-    const int first_row = row0 + i / 4 * 4 * Tile::kThreadsY + i % 4, row = first_row + 4 * y;
+    const int first_row = row0 + i / 4 * 4 * Tile::kThreadsY + i % 4;
 #pragma unroll
     for (int j = 0; j < Tile::TN; j += 4) {
-      const int first_col = col0 + j * Tile::kThreadsX, col = first_col + 4 * x;
       const float4 four = *reinterpret_cast<const float4*>(&sum[own][j]);
-      float* const at = to.C + static_cast<size_t>(row) * cols + col;
-      if constexpr (kAligned) {
-        if (row < rows && col < cols) *reinterpret_cast<float4*>(at) = four;
-      } else if constexpr (Tile::kAligned) {
-        __syncwarp();  // all have read the rows before
-        reinterpret_cast<float4*>(of_warp)[lane] = four;
-        __syncwarp();
-        const int own_col = first_col + 4 * (x - lane % 8) + lane;
-#pragma unroll
-        for (int r = 0; r < 4; ++r) {
-          const int own_row = first_row + 4 * (y - lane / 8 + r);
-          if (own_row < rows && own_col < cols) {
-            to.C[static_cast<size_t>(own_row) * cols + own_col] = of_warp[32 * r + lane];
-          }
-        }
-      } else {
-#pragma unroll
-        for (int e = 0; e < 4; ++e) {
-          if (row < rows && col + e < cols) at[e] = sum[own][j + e];
-        }
-      }
+      Tile::Lanes::template store<kAligned, Tile::kAligned>(of_warp, four, to.C, to.shape,
+                                                            first_row, Tile::y(),
+                                                            col0 + j * Tile::kThreadsX, Tile::x());
     }
   }
 }
@@ -549,10 +530,10 @@ struct Fp32Launches {
     if (plan.shares_tiles()) handover = {needed->sums->data(), needed->arrived->data()};
     const Fp32Operands of{A, kCopied ? needed->copy->data() : B.data(), C, shape,
                           kCopied ? pitch : shape.cols};
-    // Early only after the small launch that writes zeros, if there is one: among the blocks of one
-    // that copies B these would find places on few multiprocessors, two or three on each.
-    launch_clusters_on(stream, fp32_product<Tile, kAligned>, 1, plan.shares_tiles(), plan.blocks,
-                       kFp32Threads, Tile::kSharedBytes, of, plan, handover);
+    // Not early among the blocks of the launch that copies B: these would find places on few
+    // multiprocessors, two or three on each.
+    launch_clusters_on(stream, fp32_product<Tile, kAligned>, 1, plan.shares_tiles() || !kCopied,
+                       plan.blocks, kFp32Threads, Tile::kSharedBytes, of, plan, handover);
   }
 };
 
@@ -562,19 +543,18 @@ struct Fp32Launches {
 /// can have.
 class Fp32Product {
  public:
-  Fp32Product(const Workspace& workspace, Memory<float> A, Memory<float> B, Memory<float> C,
+  Fp32Product(const Caller& caller, Memory<float> A, Memory<float> B, Memory<float> C,
               ProductShape shape)
       : aligned_(shape.cols % 4 == 0),
-        launches_{std::move(A),    std::move(B), std::move(C), shape, ceil_div(shape.cols, 32) * 32,
-                  workspace.stream},
-        all_ways_(workspace.all_ways),
-        ways_(workspace) {
+        launches_{std::move(A), std::move(B), std::move(C), shape, ceil_div(shape.cols, 32) * 32,
+                  caller.stream},
+        ways_(caller.search) {
     aligned_ ? offer_all<true>() : offer_all<false>();
     Fp32Launches::Needed& needed = *launches_.needed;
-    if (copied_) needed.copy = workspace.any<float>(size_t(shape.depth) * launches_.pitch);
+    if (copied_) needed.copy = caller.workspace.any<float>(size_t(shape.depth) * launches_.pitch);
     if (floats_ == 0) return;
-    needed.sums = workspace.any<float>(floats_);
-    needed.arrived = workspace.zeros<unsigned>(blocks_);
+    needed.sums = caller.workspace.any<float>(floats_);
+    needed.arrived = caller.workspace.zeros<unsigned>(blocks_);
   }
 
   std::vector<Way> ways() const { return ways_.found(); }
@@ -587,6 +567,50 @@ class Fp32Product {
     offer<Fp32Tile<64, 64, 32, 8, 8, 3, 4, 2, true>, kAligned>();
     offer<Fp32Tile<32, 32, 32, 8, 4, 6, 8, 3, kAligned>, kAligned>();
     if (!kAligned) offer<Fp32Tile<64, 64, 32, 8, 8, 3, 4, 2, kAligned, true>, kAligned>();
+    offer_blocks<Fp32Block<64, 64, 8, 8, 5, 8>, kAligned>();
+    offer_blocks<Fp32Block<64, 64, 8, 4, 4, 5>, kAligned>();
+    offer_blocks<Fp32Block<64, 32, 8, 4, 4, 8>, kAligned>();
+    offer_blocks<Fp32Block<64, 128, 16, 8, 3, 4>, kAligned>();
+    offer_blocks<Fp32Block<128, 128, 16, 8, 3, 2>, kAligned>();
+  }
+
+  /// A block for each tile or, where tiles are few, a cluster.
+  template <class Tile, bool kAligned>
+  void offer_blocks() {
+    const auto kernel = fp32_block_product<Tile, kAligned>;
+    const ProductShape& shape = launches_.shape;
+    allow_shared_bytes(kernel, Tile::kSharedBytes);
+    if (Tile::kSharedBytes > most_shared_bytes()) return;
+    if (int64_t{Tile::BM} * shape.depth > INT_MAX) return;
+    const int64_t tiles = int64_t{ceil_div(shape.rows, Tile::BM)} * ceil_div(shape.cols, Tile::BN);
+    const int most = has_clusters(kernel) ? std::min(Tile::kMostRanges, multiprocessors()) : 1;
+    for (int ranges = 1; ranges <= std::min(most, ceil_div(shape.depth, Tile::BK)); ranges *= 2) {
+      if (tiles * ranges > INT_MAX) return;
+      const double microseconds = fp32_block_microseconds<Tile, kAligned>(shape, ranges);
+      const WayId id = way_id({Tile::BM, Tile::BN, Tile::TM, Tile::TN, ranges});
+      const bool wanted = ways_.offer(microseconds, id, [&] {
+        return Way{name_of_blocks<Tile>(ranges), microseconds,
+                   [of = launches_, ranges, blocks = static_cast<unsigned>(tiles * ranges)] {
+                     const Fp32Matrices matrices{of.A, of.B, of.C, of.shape};
+                     launch_clusters_on(of.stream, fp32_block_product<Tile, kAligned>, ranges, true,
+                                        blocks, Tile::kThreads, Tile::kSharedBytes, matrices,
+                                        ranges);
+                   },
+                   Tile::kSharedBytes};
+      });
+      if (!wanted) continue;  // else what it needs is nothing
+      copied_ = ways_.most(copied_, false);
+      blocks_ = ways_.most(blocks_, size_t{0});
+      floats_ = ways_.most(floats_, size_t{0});
+    }
+  }
+
+  /// "tile 64 x 64; of a thread: 8 x 4; blocks of a tile: 2"
+  template <class Tile>
+  static std::string name_of_blocks(int ranges) {
+    return "tile " + std::to_string(Tile::BM) + " x " + std::to_string(Tile::BN) +
+           "; of a thread: " + std::to_string(Tile::TM) + " x " + std::to_string(Tile::TN) +
+           (ranges > 1 ? "; blocks of a tile: " + std::to_string(ranges) : "");
   }
 
   template <class Tile, bool kAligned>
@@ -604,17 +628,19 @@ class Fp32Product {
       const double microseconds =
           plan.microseconds +
           (kCopied ? Fp32Costs::kCopy + 8.0 * shape.depth * shape.cols / memory_rate() : 0);
-      const bool wanted = ways_.offer(microseconds, [&] {
+      const WayId id =
+          way_id({Tile::BM, Tile::BN, Tile::kSlices, plan.blocks, plan.shares_tiles(), kCopied});
+      const bool wanted = ways_.offer(microseconds, id, [&] {
         return Way{name_of<Tile>(plan, kCopied), microseconds,
                    [of = launches_, plan] { of.template launch<Tile, kAligned>(plan); },
                    Tile::kSharedBytes};
       });
       if (!wanted) continue;
-      copied_ = kCopied || (all_ways_ && copied_);
+      copied_ = ways_.most(copied_, kCopied);
       const size_t blocks = plan.shares_tiles() ? plan.blocks : 0;
       const size_t floats = Fp32Handover<Tile::BM * Tile::BN>::floats(static_cast<int>(blocks));
-      blocks_ = all_ways_ ? std::max(blocks_, blocks) : blocks;
-      floats_ = all_ways_ ? std::max(floats_, floats) : floats;
+      blocks_ = ways_.most(blocks_, blocks);
+      floats_ = ways_.most(floats_, floats);
     }
   }
 
@@ -629,7 +655,7 @@ class Fp32Product {
 
   bool aligned_;  // rows of B and C, to 16 bytes
   Fp32Launches launches_;
-  bool all_ways_, copied_ = false;
+  bool copied_ = false;
   size_t blocks_ = 0, floats_ = 0;  // of tiles that are shared
   Ways ways_;
 };

@@ -458,6 +458,43 @@ def test_halves_on_each_gpu(capability):
     assert said.split() == [str(capability == "9.0" and each) for each in streamed * 4]
 
 
+CONNECTED_ANYWHERE = """
+import random
+from test_library_clifford import CliffordConnected, CliffordConnectedBackward
+draw = random.Random({seed})
+for kind in (CliffordConnected, CliffordConnectedBackward):
+    for signature in ((2, 0, 0), (3, 0, 0)):
+        run(kind, signature=signature, batch=draw.randint(1, 9), features=draw.randint(1, 20))
+        run(kind, signature=signature, batch=draw.randint(10, 40), features=4 * draw.randint(1, 5), normed=0)
+    run(kind, signature=(2, 0, 0), batch=draw.randint(260, 300), features=draw.randint(2, 5))  # shares of the batch
+    run(kind, signature=(2, 0, 0), batch=3, features=draw.randint(65, 70))  # more than a tile
+print(len(ways), all("mma.sync" in way for way in ways))
+"""
+
+
+@pytest.mark.parametrize("capability, taken_for", [
+    *((capability, "") for capability in ("8.0", "8.6", "8.9", "12.0")), ("9.0", "8.0"),
+])
+def test_connected_on_other_gpus(capability, taken_for):
+    """By products in TF32 that need no Hopper."""
+    said = run_as_another_gpu(capability, CONNECTED_ANYWHERE.format(seed=int(10 * float(capability))),
+                              FUSED_KERNELS_CAPABILITY=taken_for)
+    assert said.split() == ["12", "True"]
+
+
+def test_connected_needs_tensor_cores_of_tf32():
+    said = run_as_another_gpu("7.5", """
+import ctypes
+from test_library_clifford import CliffordConnected, FLOAT32
+of = CliffordConnected.Description(ctypes.sizeof(CliffordConnected.Description), FLOAT32, 3, 0, 0, 1, 5, 12)
+needed = ctypes.c_size_t()
+assert library.fk_clifford_connected_workspace(ctypes.byref(of), ctypes.byref(needed)) == BAD_DEVICE
+print(library.fk_last_error().decode())
+""")
+    assert said == ("the fully connected Clifford product needs a GPU of compute capability 8.0 or newer; "
+                    "this one has 7.5\n")
+
+
 @in_turn(IN_TURN)
 def test_shapes_in_turn(library, kind, options):
     call_in_turn(library, kind, options)

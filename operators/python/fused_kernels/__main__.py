@@ -60,6 +60,12 @@ def attention(q, k, v):
     return dict(out=out, log_sums=transposed(log_sums, 2))
 
 
+def product_bias(a, b, bias):
+    """Two products, of b that lies transposed."""
+    c = [multiply(a[24 * i:24 * i + 24], transposed(b[32 * i:32 * i + 32], 8), 8) for i in range(2)]
+    return dict(c=[value + bias[at % 4] for at, value in enumerate(sum(c, []))])
+
+
 def diffusion(x, basis, mass, evalues, times):
     damping = [math.exp(-of_row * of_col) for of_row in evalues for of_col in times]
     sums = multiply(transposed(basis, 8), [mass[at // 8] * value for at, value in enumerate(x)], 9)
@@ -124,6 +130,10 @@ LABELS = [3, 0, -100, 11, 7]  # the third is no class
 CASES = [
     *(Case("product", each, fk.fk_product(type=each, rows=16, cols=24, depth=32), dict(a=512, b=768),
            lambda a, b: dict(c=multiply(a, b, 32))) for each in TYPES),
+    Case("product_bias", FP32,
+         fk.fk_product(type=FP32, rows=3, cols=4, depth=8, transpose_b=1, batch=2, a_batch_stride=24, b_batch_stride=32,
+                       c_batch_stride=12),
+         dict(a=48, b=64, bias=4), product_bias, ("d_c a b", "d_a d_b d_bias")),
     Case("gating", FP16, fk.fk_gating(type=FP16, rows=8, inputs=16, hidden=8),
          dict(x=128, w1=128, w2=128, b1=8, b2=8), gating, ("d_out x w1 w2 b1 b2", "d_x d_w1 d_w2 d_b1 d_b2")),
     *(Case("attention", each, fk.fk_attention(type=each, **SEQUENCES), dict(q=80, k=56, v=56), attention,
@@ -226,7 +236,7 @@ def gradients(formula, values, incoming, names):
 
 
 def test(loaded, memory, case):
-    """Yields of each function of a case "forward" or "backward", the errors, and what call() returns."""
+    """Yields of each function of a case its name, "forward" or "backward", the errors, and what call() returns."""
     draw = random.Random(case.name)
 
     def numbers(count, least=-1):
@@ -250,11 +260,12 @@ def test(loaded, memory, case):
         sizes = {name: len(packed([0.0] * len(each), types[name])) for name, each in expected.items()}
         at |= {name: memory.put(b"\xff" * size) for name, size in sizes.items()}  # of NaN
         arguments = [at[name] for name in (*read.split(), *expected)]
-        if refused := call(loaded, memory, f"fk_{case.name}_{step}", description, arguments):
-            yield step, [], refused
+        name = case.name if step == "forward" else case.name.removesuffix("_bias")
+        if refused := call(loaded, memory, f"fk_{name}_{step}", description, arguments):
+            yield name, step, [], refused
             return
         found = {name: unpacked(memory.get(at[name], size), types[name]) for name, size in sizes.items()}
-        yield step, [math.dist(found[name], each) / math.hypot(*each) for name, each in expected.items()], ""
+        yield name, step, [math.dist(found[name], each) / math.hypot(*each) for name, each in expected.items()], ""
 
 
 def main():
@@ -271,12 +282,12 @@ def main():
         memory = Memory(loaded)
         for case in CASES:
             limit = 8 * ROUNDING[case.type]
-            for step, errors, refused in test(loaded, memory, case):
+            for name, step, errors, refused in test(loaded, memory, case):
                 is_right = all(error <= limit for error in errors)  # NaN is not
                 verdict = "--" if refused else "ok" if is_right else "WRONG"
                 verdicts[verdict] += 1
                 worst = max(errors, key=lambda error: (error != error, error), default=0)
-                print(f"{case.name:18} {step:8} {TYPES[case.type]:6} {verdict:5} "
+                print(f"{name:18} {step:8} {TYPES[case.type]:6} {verdict:5} "
                       + (refused or f"{worst:7.1e} of {limit:.1e}  {loaded.fk_last_way().decode()}"))
     except (OSError, RuntimeError) as error:
         print(f"error: {error}", file=sys.stderr)

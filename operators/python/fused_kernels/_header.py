@@ -11,7 +11,7 @@ FK_LABEL_INT64, FK_LABEL_INT32 = 0, 1  # fk_label_type
  FK_DIFFUSION_FORWARD, FK_DIFFUSION_BACKWARD, FK_SOFTMAX_FORWARD, FK_SOFTMAX_BACKWARD, FK_GRADIENTS_FORWARD,
  FK_GRADIENTS_BACKWARD, FK_CLIFFORD_FORWARD, FK_CLIFFORD_BACKWARD, FK_CLIFFORD_CONNECTED_FORWARD,
  FK_CLIFFORD_CONNECTED_BACKWARD, FK_CROSS_ENTROPY_FORWARD, FK_CROSS_ENTROPY_BACKWARD,
- FK_ATTENTION_BACKWARD) = range(1, 19)  # fk_function
+ FK_ATTENTION_BACKWARD, FK_PRODUCT_BIAS_FORWARD, FK_PRODUCT_BACKWARD) = range(1, 21)  # fk_function
 (FK_GATE_SIGMOID, FK_GATE_SILU, FK_GATE_GELU, FK_GATE_GELU_TANH, FK_GATE_RELU, FK_GATE_NONE) = range(6)  # fk_gate
 
 INT, INT64, SIZE, POINTER = ctypes.c_int, ctypes.c_int64, ctypes.c_size_t, ctypes.c_void_p
@@ -25,7 +25,8 @@ def _struct(name, *fields):
 
 fk_strides = _struct("fk_strides", (INT64, "batch row head"))
 fk_product = _struct("fk_product", (SIZE, "size"), (INT, "type"),
-                     (INT64, "rows cols depth a_stride b_stride c_stride"))
+                     (INT64, "rows cols depth a_stride b_stride c_stride"), (INT, "transpose_a transpose_b"),
+                     (INT64, "batch a_batch_stride b_batch_stride c_batch_stride"))
 fk_gating = _struct("fk_gating", (SIZE, "size"), (INT, "type"), (INT64, "rows inputs hidden x_stride out_stride"),
                     (INT, "gate"))
 fk_attention = _struct("fk_attention", (SIZE, "size"), (INT, "type causal"),

@@ -44,6 +44,9 @@ class Operator:
     autocast: typing.Callable = None  # numbers -> whether torch.autocast converts operands; None: it does not
     # The name of the row of the gradients; or a function (ctx, *gradients) -> gradients of all inputs; or None.
     backward: object = None
+    # (calls, {operand: tensor}, numbers, incoming gradient, operands that need one) -> {result of the row of the
+    # gradients: tensor}, by calls that have gradients themselves; None: there are no second derivatives.
+    twice: typing.Callable = None
     refusal: str = ""  # what is said where an operand that has no gradient requires one
     returns: str = ""  # results in the order in which Python returns them, if it is not that of `writes`
 
@@ -134,6 +137,25 @@ class Operator:
                            for name, field in self.strides.items() if name in layouts}
         return self.struct(**{name: fields[name] for name, _ in self.struct._fields_[1:] if name in fields})
 
+    def is_transposed(self, operand):
+        """Whether results that are like this operand lie transposed. They are dense then; where it is None, they lie as
+        torch.empty_like() has it."""
+        return None
+
+
+class Product(Operator):
+    """Of matrices, or of batches of them, which may lie transposed: a description says how."""
+
+    def is_transposed(self, operand):
+        return lie("an operand", tuple(operand.shape), operand.stride())[0]
+
+    def describe(self, fields, layouts):
+        for name in ("a", "b"):
+            transposed, stride, between = lie(name, *layouts[name])
+            fields |= {f"transpose_{name}": transposed, f"{name}_stride": stride, f"{name}_batch_stride": between}
+        fields["c_batch_stride"] = fields["rows"] * fields["cols"]
+        return super().describe(fields, {})
+
 
 # ---- What is checked, and what is said where it does not hold ------------------------------------------------------
 
@@ -167,6 +189,19 @@ def of_rows(name, sizes, strides):
           f"{name} has the strides {tuple(strides)}, but elements of a row have to be neighbours and rows have to "
           "have memory of their own; call .contiguous() if a copy is acceptable")
     return by_row if rows > 1 else 0
+
+
+def lie(name, sizes, strides):
+    """(whether memory has the transpose, how far rows in memory are apart, and how far matrices are) of a matrix, or of
+    a batch of them: 0 for a single row, or a matrix that is all of the batch."""
+    (rows, cols), (by_row, by_col) = sizes[-2:], strides[-2:]
+    between = strides[0] if len(sizes) == 3 and sizes[0] > 1 else 0
+    if (cols <= 1 or by_col == 1) and (rows <= 1 or by_row > 0):
+        return False, by_row if rows > 1 else 0, between
+    check((rows <= 1 or by_row == 1) and (cols <= 1 or by_col > 0),
+          f"{name} has the strides {tuple(strides)}, but elements of a row or of a column have to be neighbours, and "
+          "have memory of their own; call .contiguous() if a copy is acceptable")
+    return True, by_col if cols > 1 else 0, between
 
 
 def of_heads(name, sizes, strides):
@@ -204,9 +239,12 @@ def type_and_gate(fields, operands, numbers):
     return {"gate": GATES[gate]} | type_of_product(fields, operands, numbers, "x")
 
 
-def gradients_of_product(ctx, d):
-    a, b = ctx.saved_tensors
-    return d @ b.t() if ctx.needs_input_grad[0] else None, a.t() @ d if ctx.needs_input_grad[1] else None, None
+def gradients_by_products(calls, operands, numbers, d, needed):
+    """Those of a product, or of a batch of them."""
+    a, b, math = operands["a"], operands["b"], numbers["math"]
+    return {"d_a": calls["product"](d, b.mT, math) if "a" in needed else None,
+            "d_b": calls["product"](a.mT, d, math) if "b" in needed else None,
+            "d_bias": d.flatten(0, -2).sum(0) if "bias" in needed else None}
 
 
 def type_of_labels(fields, operands, numbers):
@@ -228,16 +266,20 @@ def algebra(signature, normed):
 def gradients_of(forward, function, reads, writes, what, **others):
     """The row of the gradients of an operator; what is not said here is as there."""
     own = dict(name=f"{forward.name}_backward", function=function, reads=reads, writes=writes, returns="",
-               first=forward.reads, like={}, strides={}, autocast=None, backward=None,
+               first=forward.reads, like={}, strides={}, autocast=None, backward=None, twice=None,
                refusal=f"the library has no second derivative of {what}")
     return dataclasses.replace(forward, **own | others)
 
 
-PRODUCT = Operator(
+PRODUCT = Product(
     name="product", function="fk_product_forward", struct=fk_product, types=HALF | BRAIN | SINGLE,
-    reads="a b", writes="c", shapes=dict(a="rows depth", b="depth cols", c="rows cols"),
-    strides=dict(a="a_stride", b="b_stride"), numbers=dict(math=("str", "fp32")), finish=type_of_product,
-    autocast=lambda math: math == "fp32", backward=gradients_of_product)
+    reads="a b", writes="c",
+    shapes=dict(a="batch? rows depth", b="batch? depth cols", bias="cols", c="batch? rows cols"),
+    strides=dict(a="a_stride", b="b_stride"), numbers=dict(math=("str", "fp32")), given=lambda **numbers: {"batch": 1},
+    finish=type_of_product, autocast=lambda math: math == "fp32", backward="product_backward",
+    twice=gradients_by_products)
+
+PRODUCT_BIAS = dataclasses.replace(PRODUCT, name="product_bias", function="fk_product_bias_forward", reads="a b bias")
 
 GATING = Operator(
     name="gating", function="fk_gating_forward", struct=fk_gating, types=HALF | BRAIN | SINGLE,
@@ -298,6 +340,10 @@ CLIFFORD_CONNECTED = dataclasses.replace(
 
 OPERATORS = {each.name: each for each in (
     PRODUCT,
+    PRODUCT_BIAS,
+    gradients_of(PRODUCT, "fk_product_backward", "d_c a b", "d_a d_b d_bias", "the product", first="a b",
+                 like=dict(d_a="a", d_b="b"), strides=PRODUCT.strides,
+                 numbers=PRODUCT.numbers | dict.fromkeys(("d_a", "d_b", "d_bias"), ("bool", True))),
     GATING,
     gradients_of(GATING, "fk_gating_backward", "d_out x w1 w2 b1? b2?", "d_x d_w1 d_w2 d_b1? d_b2?",
                  "the gated layer", strides=dict(x="x_stride", d_out="out_stride")),

@@ -101,6 +101,60 @@ def product(rows, cols, depth, dtype, row_stride=None, math="fp32"):
     return Case(name, run if more else fused_kernels.product, operands, check_product, (0, 1), more)
 
 
+def turned(*shape, dtype, seed, transposed, stride=0):
+    """A matrix, or several, of which memory has the transpose; rows in memory may be `stride` elements apart."""
+    *batch, rows, cols = shape
+    lying = (*batch, cols, rows) if transposed else shape
+    matrix = numbers(*lying[:-1], stride or lying[-1], dtype=dtype, seed=seed)[..., :lying[-1]]
+    return matrix.mT if transposed else matrix
+
+
+def any_product(name, a, b, dtype, transposed="", bias=False, math="fp32", stride=0):
+    """product() of torch.matmul's shapes, where of "ab" those lie transposed."""
+
+    def operands(seed=0):
+        shapes = {"a": a, "b": b}
+        found = [turned(*shape, dtype=dtype, seed=seed + i, transposed=each in transposed, stride=stride)
+                 if len(shape) > 1 else numbers(*shape, dtype=dtype, seed=seed + i)
+                 for i, (each, shape) in enumerate(shapes.items())]
+        return *found, *([numbers(b[-1], dtype=dtype, seed=seed + 5)] if bias else [])
+
+    def in_fp64(a, b, *bias):
+        return torch.matmul(a, b) + (bias[0] if bias else 0)
+
+    def check(operands, c):
+        expected = in_fp64(*(each.double() for each in operands))
+        product = in_fp64(*(each.double() for each in operands[:2]))
+        assert c.dtype == dtype and c.is_contiguous()
+        near("c", c, expected, 0 if dtype == FP32 else ROUNDING[dtype] * (expected.abs() + product.abs() * bias))
+
+    def run(a, b, *bias):
+        return fused_kernels.product(a, b, math, *bias)
+
+    return Case(f"product-{name}-{str(dtype)[6:]}-{math}", run, operands, check, (0, 1, 2)[:2 + bias], (math,), in_fp64)
+
+
+ANY_PRODUCTS = [
+    *(any_product(f"transposed_{transposed}", (70, 40), (40, 136), *kind, transposed=transposed, bias=transposed != "a")
+      for transposed in ("a", "b", "ab")
+      for kind in ((FP16,), (BF16,), (FP32,))),
+    *(any_product(f"transposed_{transposed}", (70, 33), (33, 130), FP32, transposed, bias=True, math=math)
+      for transposed in ("a", "b", "ab") for math in ("tf32", "tf32x3")),
+    *(any_product(f"apart_{transposed}", (72, 40), (40, 136), FP16, transposed, stride=144)
+      for transposed in ("", "a", "b")),
+    *(any_product(f"large_{transposed}", (1000, 520), (520, 777), FP16, transposed) for transposed in ("a", "b")),
+    *(any_product(f"linear_{dtype}", (3, 50, 72), (72, 40), dtype, "b", bias=True) for dtype in (FP16, FP32)),
+    *(any_product(f"batch_{transposed}", (6, 50, 33), (6, 33, 40), dtype, transposed)
+      for transposed in ("", "a", "b", "ab") for dtype in (FP16, BF16, FP32)),
+    *(any_product("batch", (6, 64, 32), (6, 32, 40), FP32, "b", math=math) for math in ("tf32", "tf32x3")),
+    any_product("broadcast", (2, 1, 50, 24), (3, 24, 16), FP16),
+    any_product("broadcast_a", (50, 24), (3, 24, 16), FP32),
+    any_product("shared_turned", (3, 50, 24), (24, 16), FP16, "a"), any_product("many", (500, 8, 8), (500, 8, 8), FP16),
+    any_product("vectors", (24,), (24, 16), FP16), any_product("vector", (5, 7, 24), (24,), FP16),
+    any_product("dot", (24,), (24,), FP32),
+]
+
+
 # ---- Gated layer --------------------------------------------------------------------------------------------------
 
 
@@ -739,7 +793,8 @@ CASES = [
       for layout in ("rows first", "heads first")
       for *sizes, causal in ((1, 1, 1, 1, 1, 8, False), (2, 5, 9, 4, 2, 24, True), (1, 90, 50, 1, 1, 64, True),
                              (1, 3, 300, 2, 2, 72, False), (2, 129, 257, 4, 2, 128, True),
-                             (2, 700, 300, 6, 2, 64, False), (1, 1000, 1000, 2, 2, 128, False))),
+                             (2, 700, 300, 6, 2, 64, False), (1, 1000, 1000, 2, 2, 128, False),
+                             (2, 300, 700, 6, 2, 256, False), (1, 333, 190, 2, 1, 136, True))),
     *(make(*sizes) for make in (diffusion, diffusion_backward) for sizes in MESHES),
     *(make(21, 40, 72, meshes=(3,)) for make in (diffusion, diffusion_backward)),
     *(softmax(*sizes) for sizes in ((1, 1, 1), (65, 7, 9), (5, 130, 133), (33, 65, 130), (3, 20, 9001),
@@ -771,7 +826,8 @@ IN_TURN = [
     *([make(*sizes, dtype=BF16, gate="silu") for sizes in ((1001, 129, 257), (3, 8, 8), (200, 64, 64))]
       for make in (gating, gating_backward)),
     [attention(2, *sizes, BF16) for sizes in ((129, 257, 4, 2, 128), (5, 9, 4, 2, 24), (3, 300, 2, 2, 200))],
-    [attention_backward(2, *sizes, BF16) for sizes in ((129, 257, 4, 2, 128), (5, 9, 4, 2, 24), (3, 300, 2, 2, 64))],
+    [attention_backward(2, *sizes, BF16) for sizes in ((129, 257, 4, 2, 128), (5, 9, 4, 2, 24), (3, 300, 2, 2, 64),
+                                                      (129, 257, 4, 2, 256))],
     *([make(*sizes) for sizes in ((5001, 128, 256), (1, 8, 8), (700, 32, 264))]
       for make in (diffusion, diffusion_backward, gradient_features, gradient_features_backward)),
     *([make(*sizes, dtype) for sizes in ((1000, 516, 777), (65, 7, 9), (3, 20, 9001))] for dtype in (FP32, BF16)
