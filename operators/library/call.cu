@@ -274,8 +274,12 @@ constexpr const Function* kFunctions[] = {&product_forward,
                                           &clifford_connected_backward,
                                           &cross_entropy_forward,
                                           &cross_entropy_backward,
-                                          &attention_backward};
-static_assert(std::size(kFunctions) == FK_ATTENTION_BACKWARD);
+                                          &attention_backward,
+                                          &diffusion_ragged_forward,
+                                          &diffusion_ragged_backward,
+                                          &gradients_ragged_forward,
+                                          &gradients_ragged_backward};
+static_assert(std::size(kFunctions) == FK_GRADIENTS_RAGGED_BACKWARD);
 
 const Function& with_number(int number) {
   if (number >= 1 && number <= static_cast<int>(std::size(kFunctions))) {

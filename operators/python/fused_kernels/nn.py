@@ -7,17 +7,19 @@ same seed the same weights are drawn.
     net = DiffusionNet(C_in=16, C_out=8).cuda()
     mesh = net.mesh(mass, evals, evecs, gradX, gradY)  # once a mesh
     out = net(x, mesh)  # or, as the original: net(x, mass, L, evals, evecs, gradX, gradY)
+    several = net.mesh([mass_1, mass_2], [evals_1, evals_2], ...)  # of any sizes; x has the vertices of both
 
 Only the spectral method is here. Between the two transforms everything has a row per eigenvector, not per vertex: of
 gradX and gradY only gr = gradX evecs and gi = gradY evecs are needed, (vertices, eigen), and the gradients' weights are
 applied to the spectrum. What computes it:
 
-- torch.bfloat16, on a GPU, where eigen and C_width are multiples of 8, at most 256 and 512: diffusion() and
-  gradient_features(), forward and backward. They read mass, evals and times in bf16, too.
-- torch.float32, on a GPU: product(..., math="tf32x3"), forward and backward. It is about as accurate as PyTorch's
+- On a GPU, in torch.bfloat16 or torch.float16: diffusion() and gradient_features(), forward and backward. They read
+  mass, evals and times in that type, too.
+- On a GPU, in torch.float32: product(..., math="tf32x3"), forward and backward, or, of meshes that differ in their
+  sizes, diffusion() and gradient_features() with that `math` and `offsets`. It is about as accurate as PyTorch's
   product in fp32, which runs on the CUDA cores, while this one runs on tensor cores. An odd number of eigenvectors
   leaves the gradients to PyTorch's.
-- all else (the CPU, torch.float64, torch.float16, other sizes): PyTorch's products, by the same formulas.
+- All else (the CPU, torch.float64): PyTorch's products, by the same formulas.
 
 The type is that of the weights, or the one of torch.autocast. Linear layers are torch.nn.Linear everywhere. There are
 gradients of x and of all parameters, but none of the mesh."""
@@ -59,7 +61,11 @@ def spectral_gradients(gradX, gradY, evecs):
 class Mesh(typing.NamedTuple):
     """What the method mesh() of a network or a block returns, in the network's type. The operators read gr and gi. In
     fp32, and where there are no operators, these are None, and products read the rest: `basis_t` is evecs^T, and
-    `gradients` the matrix [[gr, -gi], [gi, gr]], which multiplies complex numbers. Its first columns are gr and gi."""
+    `gradients` the matrix [[gr, -gi], [gi, gr]], which multiplies complex numbers. Its first columns are gr and gi.
+
+    Of meshes that differ in their sizes all vertices are in one dimension, evals are (meshes, eigen), and `offsets`
+    (meshes + 1) say where each mesh begins and the last one ends. Where there are no operators, `parts` are the meshes
+    one by one."""
 
     mass: typing.Any
     evals: typing.Any
@@ -69,10 +75,45 @@ class Mesh(typing.NamedTuple):
     basis_t: typing.Any = None
     gradients: typing.Any = None
     gradients_t: typing.Any = None
+    offsets: typing.Any = None
+    parts: typing.Any = None
+
+    def split(self, x):
+        """The rows of x that each of the parts has."""
+        return x.split([len(each.mass) for each in self.parts])
+
+
+def _meshes_of(block, *lists):
+    """Of lists with a tensor for each mesh: mass, evals, evecs, gradX, gradY."""
+    count = len(lists[0])
+    check(count > 0 and all(each is None or len(each) == count for each in lists),
+          f"there are {[None if each is None else len(each) for each in lists]} tensors; of mass, evals, evecs and, if "
+          "they are given, gradX and gradY there has to be one for each mesh")
+    parts = [_tensors_of(block, *(None if each is None else each[at] for each in lists)) for at in range(count)]
+    for mass, evals, *_ in parts:
+        check(mass.dim() == 1, f"mass has the shape {tuple(mass.shape)}; in a list it has to have 1 dimension")
+        check(len(evals) == len(parts[0][1]),
+              f"evals has the shape {tuple(evals.shape)}; all meshes have to have {len(parts[0][1])} eigenvectors")
+    mass, evals, evecs, *pair = zip(*parts)
+    together = torch.cat(mass), torch.stack(evals), torch.cat(evecs)
+    ends = [0]
+    for each in mass:
+        ends.append(ends[-1] + len(each))
+    offsets = torch.tensor(ends, dtype=torch.int32, device=together[0].device)
+    if _has_operators(together[0].dtype, together[0].device, is_ragged=True):
+        return Mesh(*together, *map(torch.cat, pair), offsets=offsets)
+    return Mesh(*together, offsets=offsets, parts=[_mesh_of_tensors(*each) for each in parts])
 
 
 def _mesh_of(block, mass, evals, evecs, gradX, gradY):
-    """Of tensors in any type."""
+    """Of tensors in any type, or of lists of such."""
+    if isinstance(mass, (list, tuple)):
+        return _meshes_of(block, mass, evals, evecs, gradX, gradY)
+    return _mesh_of_tensors(*_tensors_of(block, mass, evals, evecs, gradX, gradY))
+
+
+def _tensors_of(block, mass, evals, evecs, gradX, gradY):
+    """mass, evals, evecs, and, if the block needs them, gr and gi, in its type."""
     for name, each in ("mass", mass), ("evals", evals), ("evecs", evecs):
         check(each is not None, f"{name} is missing: the spectral method needs mass, evals and evecs")
     check(evecs.dim() in (2, 3), f"evecs has the shape {tuple(evecs.shape)}; it has to have 2 or 3 dimensions")
@@ -81,10 +122,12 @@ def _mesh_of(block, mass, evals, evecs, gradX, gradY):
         check(tuple(each.shape) == shape, f"{name} has the shape {tuple(each.shape)}; it has to be {shape}")
     if any(each is not None and each.requires_grad for each in (mass, evals, evecs, gradX, gradY)):
         raise RuntimeError("DiffusionNet has no gradient of mass, evals, evecs, gradX or gradY; call detach() on them")
-    dtype, device = _type_of(block), evecs.device
     pair = spectral_gradients(gradX, gradY, evecs) if block.with_gradient_features else ()
-    mass, evals, evecs, *pair = (each.to(dtype).contiguous() for each in (mass, evals, evecs, *pair))
-    if _has_operators(dtype, device, eigen, block.C_width):
+    return [each.to(_type_of(block)).contiguous() for each in (mass, evals, evecs, *pair)]
+
+
+def _mesh_of_tensors(mass, evals, evecs, *pair):
+    if _has_operators(evecs.dtype, evecs.device):
         return Mesh(mass, evals, evecs, *pair)
     basis_t, gradients, gradients_t = evecs.mT.contiguous(), None, None
     if pair:
@@ -101,9 +144,14 @@ def _type_of(block):
     return torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else weight.dtype
 
 
-def _has_operators(dtype, device, eigen, width):
-    return (dtype == torch.bfloat16 and device.type == "cuda" and eigen % 8 == 0 and width % 8 == 0 and eigen <= 256
-            and width <= 512)
+def _has_operators(dtype, device, is_ragged=False):
+    """Whether diffusion() and gradient_features() compute. In fp32 the products of one mesh are faster."""
+    return device.type == "cuda" and (dtype in (torch.bfloat16, torch.float16) or is_ragged and dtype == torch.float32)
+
+
+def _math_of(dtype):
+    """How operators multiply."""
+    return "tf32x3" if dtype == torch.float32 else "fp32"
 
 
 def _times(matrix, transposed, x):
@@ -163,8 +211,14 @@ class LearnedTimeDiffusion(torch.nn.Module):
         self.diffusion_time.data.clamp_(min=1e-8)
         dtype = mesh.evecs.dtype
         x = x.to(dtype)
+        if mesh.parts is not None:
+            diffused, spectral = zip(*map(self, mesh.split(x), mesh.parts))
+            return torch.cat(diffused), torch.stack(spectral)
         if mesh.basis_t is None:
-            return calls["diffusion"](x.contiguous(), mesh.evecs, mesh.mass, mesh.evals, self.diffusion_time.to(dtype))
+            operands = x.contiguous(), mesh.evecs, mesh.mass, mesh.evals, self.diffusion_time.to(dtype)
+            if mesh.offsets is not None:
+                return calls["diffusion_ragged"](*operands, mesh.offsets, _math_of(dtype))
+            return calls["diffusion"](*operands, _math_of(dtype))
         wide = torch.promote_types(dtype, torch.float32)
         damping = torch.exp(-mesh.evals.to(wide).unsqueeze(-1) * self.diffusion_time.to(wide)).to(dtype)
         spectral = damping * _times(mesh.basis_t, mesh.evecs, mesh.mass.unsqueeze(-1) * x)
@@ -184,6 +238,8 @@ class SpatialGradientFeatures(torch.nn.Module):
         """Of the spectrum of what was diffused."""
         if mesh.gr is not None:
             return self._by_operators(spectral, mesh)
+        if mesh.parts is not None:
+            return torch.cat(list(map(self, spectral, mesh.parts)))
         eigen = mesh.evecs.shape[-1]
         pair = mesh.gradients[..., :eigen], mesh.gradients_t[..., :eigen, :]  # of gr above gi
         own = _times(*pair, spectral)
@@ -200,11 +256,10 @@ class SpatialGradientFeatures(torch.nn.Module):
         else:
             weight = self.A.weight.to(spectral.dtype)
             weights = [weight, torch.zeros_like(weight)]
-        features = calls["gradient_features"]
-        if spectral.dim() == 2:
-            return features(spectral, mesh.gr, mesh.gi, *weights)
-        return torch.stack([features(*each, *weights)
-                            for each in zip(spectral.unbind(), mesh.gr.unbind(), mesh.gi.unbind())])
+        operands, math = (spectral, mesh.gr, mesh.gi, *weights), _math_of(spectral.dtype)
+        if mesh.offsets is not None:
+            return calls["gradient_features_ragged"](*operands, mesh.offsets, math)
+        return calls["gradient_features"](*operands, math)
 
 
 class MiniMLP(torch.nn.Sequential):
@@ -244,8 +299,9 @@ class DiffusionNetBlock(torch.nn.Module):
     def forward(self, x_in, mass, L=None, evals=None, evecs=None, gradX=None, gradY=None):
         """Shapes: x_in and the result (vertices, C_width), mass (vertices), evals (eigen), evecs (vertices, eigen),
         gradX and gradY (vertices, vertices), sparse or dense, or what spectral_gradients() has made of them; or all
-        have one dimension more, before these, for several meshes. `mass` may be what mesh() has returned. L is not
-        read."""
+        have one dimension more, before these, for several meshes. Meshes that differ in their sizes are lists of such
+        tensors, one for each mesh, and x_in and the result have the vertices of all, one mesh after another. `mass`
+        may be what mesh() has returned. L is not read."""
         mesh = mass if isinstance(mass, Mesh) else self.mesh(mass, evals, evecs, gradX, gradY)
         _check_operands(x_in, self.C_width, mesh, self)
         diffused, spectral = self.diffusion(x_in, mesh)
@@ -265,7 +321,8 @@ def _check_operands(x, width, mesh, block):
     if mesh.evecs.dtype != dtype:
         raise ValueError(f"the mesh is of {mesh.evecs.dtype}, but the network computes in {dtype}; make it by mesh() "
                          "again")
-    if block.with_gradient_features and mesh.gr is None and mesh.gradients is None:
+    first = mesh.parts[0] if mesh.parts else mesh
+    if block.with_gradient_features and first.gr is None and first.gradients is None:
         raise ValueError("the mesh has no gradX and gradY, which the gradient features need")
 
 
@@ -307,8 +364,9 @@ class DiffusionNet(torch.nn.Module):
     def forward(self, x_in, mass, L=None, evals=None, evecs=None, gradX=None, gradY=None, edges=None, faces=None):
         """Shapes: x_in (vertices, C_in); mass, evals, evecs, gradX and gradY as DiffusionNetBlock.forward() has them;
         edges (edges, 2) and faces (faces, 3), torch.int64, of which one is needed if outputs are there. The result has
-        a row of C_out for each vertex, edge or face. All may have one dimension more, before these, for several meshes.
-        L is not read."""
+        a row of C_out for each vertex, edge or face. All may have one dimension more, before these, for several meshes;
+        of meshes that differ in their sizes, of which mass, evals, evecs, gradX and gradY are lists, they have not, and
+        edges and faces count the vertices of all meshes. L is not read."""
         corners = {"edges": edges, "faces": faces}.get(self.outputs_at)
         if x_in.dim() not in (2, 3) or x_in.shape[-1] != self.C_in:
             raise ValueError(f"x_in has the shape {tuple(x_in.shape)}; it has to be (vertices, {self.C_in}), or that "
