@@ -55,17 +55,25 @@ inline int64_t tiles_of(int64_t rows, int64_t cols) {
 /// The blocks of a grid's first dimension; more than it may have make a shape too large.
 inline bool is_a_grid(int64_t blocks) { return blocks <= INT_MAX; }
 
+/// Launches a kernel of those that wait first of all for the one before.
+template <typename... Parameters, typename... Arguments>
+void launch_next(cudaStream_t stream, void (*kernel)(Parameters...), Blocks blocks, int threads,
+                 const Arguments&... arguments) {
+  launch_clusters_on(stream, kernel, 1, true, blocks, static_cast<unsigned>(threads), 0,
+                     arguments...);
+}
+
 template <class Kind>
 void launch_project(cudaStream_t stream, const Projection<typename Kind::T>& in, int results) {
   const int64_t blocks = tiles_of(in.E, in.W) * in.meshes.slots(in.length);
   const dim3 grid(static_cast<unsigned>(blocks), static_cast<unsigned>(results));
-  project<Kind><<<grid, kThreads, 0, stream>>>(in);
+  launch_next(stream, project<Kind>, grid, kThreads, in);
 }
 template <class Kind>
 void launch_expand(cudaStream_t stream, const Expansion<typename Kind::T>& in, int results) {
   const int64_t blocks = ceil_div(in.cols, kTile) * in.meshes.slots(kTile);
   const dim3 grid(static_cast<unsigned>(blocks), static_cast<unsigned>(results));
-  expand<Kind><<<grid, kThreads, 0, stream>>>(in);
+  launch_next(stream, expand<Kind>, grid, kThreads, in);
 }
 
 /// What a pass of the diffusion reads and writes; what only the other pass has is null.
@@ -82,6 +90,8 @@ struct DiffusionTensors {
 template <typename T, bool kBackward>
 __global__ void __launch_bounds__(32 * kSumWarps)
     finish_spectrum(SlotSums sums, DiffusionTensors<T> in, int W, float* terms) {
+  wait_for_previous_kernel();
+  start_next_kernel();
   sums.each([&](int64_t element, float sum) {
     const float evalue = static_cast<float>(in.evalues[element / W]);
     const float time = static_cast<float>(in.times[element % W]);
@@ -129,7 +139,8 @@ std::vector<Way> diffusion_ways(
                           partials},
                          1);
     const SlotSums sums = {partials, own, length, shape.E * shape.W, sum_ranks(own, length)};
-    finish_spectrum<T, kBackward><<<sums.blocks(), 32 * kSumWarps, 0, stream>>>(sums, in, W, terms);
+    launch_next(stream, finish_spectrum<T, kBackward>, sums.blocks(), 32 * kSumWarps, sums, in, W,
+                terms.data());
     launch_expand<Kind>(stream,
                         {{{{{in.basis, in.spectrum}}, 1}},
                          {in.result},
@@ -143,10 +154,11 @@ std::vector<Way> diffusion_ways(
                         1);
     if constexpr (kBackward) {
       const unsigned columns = blocks_for(W, 32);
-      add_rows<T><<<dim3(columns, row_parts), 1024, 0, stream>>>(terms, rows, W, parts, in.d_times);
+      launch_next(stream, add_rows<T>, dim3(columns, row_parts), 1024, terms.data(), rows, W,
+                  parts.data(), in.d_times);
       if (row_parts > 1) {
-        add_rows<T>
-            <<<dim3(columns, 1), 1024, 0, stream>>>(parts, row_parts, W, nullptr, in.d_times);
+        launch_next(stream, add_rows<T>, dim3(columns, 1), 1024, parts.data(), int64_t{row_parts},
+                    W, static_cast<float*>(nullptr), in.d_times);
       }
     }
   };

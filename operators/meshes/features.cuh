@@ -58,6 +58,8 @@ __global__ void __launch_bounds__(kThreads) features(const Features<typename Kin
   constexpr int kDepth = Kind::kDepth, kCols = Tile::kCols, kOwn = Tile::kOwn;
   constexpr int kPitch = pitch(kCols);
   __shared__ __align__(128) T stages[Tile::kStages][Tile::kStage];
+  wait_for_previous_kernel();
+  start_next_kernel();
   const int tiles = ceil_div(in.W, kCols);
   const int w0 = static_cast<int>(blockIdx.x) % tiles * kCols;
   const Meshes::Slot slot = in.meshes.slot(static_cast<int>(blockIdx.x) / tiles, kTile);
@@ -183,7 +185,7 @@ std::vector<Way> features_ways(const Workspace& workspace, const MeshesShape& sh
     const Features<T> of = {in.gr, in.gi, in.x, M1, in.d_out, kBackward ? products.data() : in.out,
                             own,   e,     w};
     const int64_t blocks = ceil_div(W, kCols) * own.slots(kTile);
-    features<Kind><<<static_cast<unsigned>(blocks), kThreads, 0, stream>>>(of);
+    launch_next(stream, features<Kind>, static_cast<unsigned>(blocks), kThreads, of);
     if constexpr (kBackward) {
       const int64_t values = shape.vertex_values();
       T *const P = products, *const Q = P + values, *const R = Q + values, *const S = R + values;
@@ -200,7 +202,8 @@ std::vector<Way> features_ways(const Workspace& workspace, const MeshesShape& sh
                             partials},
                            3);
       const SlotSums sums = {partials, own, length, 3 * E * W, sum_ranks(own, length)};
-      add_slots<T><<<sums.blocks(), 32 * kSumWarps, 0, stream>>>(sums, E * W, dM1, dM2, D);
+      launch_next(stream, add_slots<T>, sums.blocks(), 32 * kSumWarps, sums, E * W, dM1, dM2,
+                  D.data());
       launch_expand<Kind>(
           stream,
           {{{{{dM1, in.lr}, {dM2, in.li}}, 2}}, {in.d_x}, nullptr, D, rows, w, w, true, false}, 1);
@@ -208,8 +211,8 @@ std::vector<Way> features_ways(const Workspace& workspace, const MeshesShape& sh
           stream,
           {{{{{dM1, in.x}}, 1}, {{{dM2, in.x}}, 1}}, nullptr, rows, row_length, w, w, partials}, 2);
       const SlotSums last = {partials, rows, row_length, 2 * W * W, sum_ranks(rows, row_length)};
-      add_slots<T>
-          <<<last.blocks(), 32 * kSumWarps, 0, stream>>>(last, W * W, in.d_lr, in.d_li, nullptr);
+      launch_next(stream, add_slots<T>, last.blocks(), 32 * kSumWarps, last, W * W, in.d_lr,
+                  in.d_li, static_cast<float*>(nullptr));
     }
   };
   const double all = (kBackward ? 24.0 : 12.0) * shape.vertices * E * W;

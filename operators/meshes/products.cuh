@@ -1,10 +1,14 @@
 // Products of matrices whose rows are vertices of meshes, in every type and of any size: `project`
 // sums over the vertices of each mesh, and `expand` has a row of its result for each vertex. What
 // they are of is the caller's: see diffusion.cuh and features.cuh.
+//
+// The kernels of an operator follow each other early (primitives/early_launch.cuh): each waits
+// first of all for the one before it, so that only its start overlaps the other's end.
 #pragma once
 
 #include "operators/meshes/fragments.cuh"
 #include "operators/meshes/meshes.cuh"
+#include "primitives/early_launch.cuh"
 
 namespace operators::meshes {
 
@@ -59,6 +63,8 @@ __global__ void __launch_bounds__(kThreads) project(const Projection<typename Ki
   constexpr int kDepth = Kind::kDepth, kTileOf = kDepth * kPitch;
   __shared__ __align__(128) T stages[kStages][2 * kTileOf];
   __shared__ __align__(16) T masses[kStages][kDepth];
+  wait_for_previous_kernel();
+  start_next_kernel();
   const int tiles_e = ceil_div(in.E, kTile), tiles = tiles_e * ceil_div(in.W, kTile);
   const int number = static_cast<int>(blockIdx.x) / tiles;
   const int tile = static_cast<int>(blockIdx.x) % tiles;
@@ -141,6 +147,8 @@ __global__ void __launch_bounds__(kThreads) expand(const Expansion<typename Kind
   using T = typename Kind::T;
   constexpr int kDepth = Kind::kDepth, kLeft = kTile * Kind::kDeepPitch, kRight = kDepth * kPitch;
   __shared__ __align__(128) T stages[kStages][kLeft + kRight];
+  wait_for_previous_kernel();
+  start_next_kernel();
   const int tiles = ceil_div(in.cols, kTile);
   const int w0 = static_cast<int>(blockIdx.x) % tiles * kTile;
   const Meshes::Slot slot = in.meshes.slot(static_cast<int>(blockIdx.x) / tiles, kTile);
@@ -243,6 +251,8 @@ struct SlotSums {
 template <typename T>
 __global__ void __launch_bounds__(32 * kSumWarps)
     add_slots(SlotSums sums, int64_t count, T* first, T* second, float* third) {
+  wait_for_previous_kernel();
+  start_next_kernel();
   sums.each([&](int64_t element, float sum) {
     const int64_t mesh = element / sums.of_mesh, of = element % sums.of_mesh;
     const int which = static_cast<int>(of / count);
@@ -262,6 +272,8 @@ template <typename T>
 __global__ void __launch_bounds__(1024)
     add_rows(const float* matrix, int64_t rows, int cols, float* parts, T* minus_sums) {
   __shared__ float all[32][32];
+  wait_for_previous_kernel();
+  start_next_kernel();
   const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
   const int col = static_cast<int>(blockIdx.x) * 32 + lane;
   const int64_t from = rows * blockIdx.y / gridDim.y, to = rows * (blockIdx.y + 1) / gridDim.y;

@@ -11,15 +11,10 @@ same seed the same weights are drawn.
 
 Only the spectral method is here. Between the two transforms everything has a row per eigenvector, not per vertex: of
 gradX and gradY only gr = gradX evecs and gi = gradY evecs are needed, (vertices, eigen), and the gradients' weights are
-applied to the spectrum. What computes it:
-
-- On a GPU, in torch.bfloat16 or torch.float16: diffusion() and gradient_features(), forward and backward. They read
-  mass, evals and times in that type, too.
-- On a GPU, in torch.float32: product(..., math="tf32x3"), forward and backward, or, of meshes that differ in their
-  sizes, diffusion() and gradient_features() with that `math` and `offsets`. It is about as accurate as PyTorch's
-  product in fp32, which runs on the CUDA cores, while this one runs on tensor cores. An odd number of eigenvectors
-  leaves the gradients to PyTorch's.
-- All else (the CPU, torch.float64): PyTorch's products, by the same formulas.
+applied to the spectrum. On a GPU, in torch.float32, torch.bfloat16 and torch.float16, diffusion() and
+gradient_features() compute it, forward and backward. They read mass, evals and times in that type, too, and multiply
+fp32 with math="tf32x3": that is about as accurate as PyTorch's products in fp32, which run on the CUDA cores, while
+these run on tensor cores. All else, the CPU and torch.float64, are PyTorch's products, by the same formulas.
 
 The type is that of the weights, or the one of torch.autocast. Linear layers are torch.nn.Linear everywhere. There are
 gradients of x and of all parameters, but none of the mesh."""
@@ -59,9 +54,8 @@ def spectral_gradients(gradX, gradY, evecs):
 
 
 class Mesh(typing.NamedTuple):
-    """What the method mesh() of a network or a block returns, in the network's type. The operators read gr and gi. In
-    fp32, and where there are no operators, these are None, and products read the rest: `basis_t` is evecs^T, and
-    `gradients` the matrix [[gr, -gi], [gi, gr]], which multiplies complex numbers. Its first columns are gr and gi.
+    """What the method mesh() of a network or a block returns, in the network's type. gr and gi are gradX evecs and
+    gradY evecs, if the network has gradient features.
 
     Of meshes that differ in their sizes all vertices are in one dimension, evals are (meshes, eigen), and `offsets`
     (meshes + 1) say where each mesh begins and the last one ends. Where there are no operators, `parts` are the meshes
@@ -72,9 +66,6 @@ class Mesh(typing.NamedTuple):
     evecs: typing.Any
     gr: typing.Any = None
     gi: typing.Any = None
-    basis_t: typing.Any = None
-    gradients: typing.Any = None
-    gradients_t: typing.Any = None
     offsets: typing.Any = None
     parts: typing.Any = None
 
@@ -100,16 +91,15 @@ def _meshes_of(block, *lists):
     for each in mass:
         ends.append(ends[-1] + len(each))
     offsets = torch.tensor(ends, dtype=torch.int32, device=together[0].device)
-    if _has_operators(together[0].dtype, together[0].device, is_ragged=True):
-        return Mesh(*together, *map(torch.cat, pair), offsets=offsets)
-    return Mesh(*together, offsets=offsets, parts=[_mesh_of_tensors(*each) for each in parts])
+    mesh = Mesh(*together, *map(torch.cat, pair), offsets=offsets)
+    return mesh if _has_operators(mesh) else mesh._replace(parts=[Mesh(*each) for each in parts])
 
 
 def _mesh_of(block, mass, evals, evecs, gradX, gradY):
     """Of tensors in any type, or of lists of such."""
     if isinstance(mass, (list, tuple)):
         return _meshes_of(block, mass, evals, evecs, gradX, gradY)
-    return _mesh_of_tensors(*_tensors_of(block, mass, evals, evecs, gradX, gradY))
+    return Mesh(*_tensors_of(block, mass, evals, evecs, gradX, gradY))
 
 
 def _tensors_of(block, mass, evals, evecs, gradX, gradY):
@@ -126,17 +116,6 @@ def _tensors_of(block, mass, evals, evecs, gradX, gradY):
     return [each.to(_type_of(block)).contiguous() for each in (mass, evals, evecs, *pair)]
 
 
-def _mesh_of_tensors(mass, evals, evecs, *pair):
-    if _has_operators(evecs.dtype, evecs.device):
-        return Mesh(mass, evals, evecs, *pair)
-    basis_t, gradients, gradients_t = evecs.mT.contiguous(), None, None
-    if pair:
-        gr, gi = pair
-        gradients = torch.cat((torch.cat((gr, -gi), -1), torch.cat((gi, gr), -1)), -2)
-        gradients_t = gradients.mT.contiguous()
-    return Mesh(mass, evals, evecs, None, None, basis_t, gradients, gradients_t)
-
-
 def _type_of(block):
     """In which type a block computes."""
     weight = block.diffusion.diffusion_time
@@ -144,53 +123,13 @@ def _type_of(block):
     return torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else weight.dtype
 
 
-def _has_operators(dtype, device, is_ragged=False):
-    """Whether diffusion() and gradient_features() compute. In fp32 the products of one mesh are faster."""
-    return device.type == "cuda" and (dtype in (torch.bfloat16, torch.float16) or is_ragged and dtype == torch.float32)
+def _has_operators(mesh):
+    return mesh.evecs.is_cuda and mesh.evecs.dtype != torch.float64
 
 
 def _math_of(dtype):
     """How operators multiply."""
     return "tf32x3" if dtype == torch.float32 else "fp32"
-
-
-def _times(matrix, transposed, x):
-    """matrix x, where the matrix is a mesh's own, so that only x has a gradient."""
-    x = x.to(matrix.dtype)
-    # A matrix of the first columns of another one is read where its rows are multiples of 16 bytes apart.
-    if matrix.is_cuda and matrix.dtype == torch.float32 and (matrix.is_contiguous() or matrix.stride(-2) % 4 == 0):
-        return _Times.apply(matrix, transposed, x)
-    return matrix @ x
-
-
-class _Times(torch.autograd.Function):
-    """The library reads no transposed matrix. A mesh's matrix is transposed once, and the gradient is a product of the
-    same kind."""
-
-    @staticmethod
-    def forward(ctx, matrix, transposed, x):
-        ctx.save_for_backward(transposed)
-        return _product(matrix, x)
-
-    @staticmethod
-    def backward(ctx, d):
-        transposed, = ctx.saved_tensors
-        return None, None, _product(transposed, d)
-
-
-def _product(matrix, x):
-    """One product, or one for each mesh."""
-    x = x.contiguous()
-    if x.dim() == 2:
-        return calls["product"](matrix, x, "tf32x3")
-    results = [calls["product"](one, other, "tf32x3") for one, other in zip(_aligned(matrix), _aligned(x))]
-    return torch.stack(results) if len(results) > 1 else results[0].unsqueeze(0)
-
-
-def _aligned(matrices):
-    """The matrices one by one, each of which begins at a multiple of 16 bytes."""
-    is_so = len(matrices) == 1 or matrices.stride(0) % 4 == 0
-    return [each if is_so else each.clone() for each in matrices.unbind()]
 
 
 # ---- The parts of a block --------------------------------------------------------------------------------------------
@@ -214,15 +153,15 @@ class LearnedTimeDiffusion(torch.nn.Module):
         if mesh.parts is not None:
             diffused, spectral = zip(*map(self, mesh.split(x), mesh.parts))
             return torch.cat(diffused), torch.stack(spectral)
-        if mesh.basis_t is None:
+        if _has_operators(mesh):
             operands = x.contiguous(), mesh.evecs, mesh.mass, mesh.evals, self.diffusion_time.to(dtype)
             if mesh.offsets is not None:
                 return calls["diffusion_ragged"](*operands, mesh.offsets, _math_of(dtype))
             return calls["diffusion"](*operands, _math_of(dtype))
         wide = torch.promote_types(dtype, torch.float32)
         damping = torch.exp(-mesh.evals.to(wide).unsqueeze(-1) * self.diffusion_time.to(wide)).to(dtype)
-        spectral = damping * _times(mesh.basis_t, mesh.evecs, mesh.mass.unsqueeze(-1) * x)
-        return _times(mesh.evecs, mesh.basis_t, spectral), spectral
+        spectral = damping * (mesh.evecs.mT @ (mesh.mass.unsqueeze(-1) * x))
+        return mesh.evecs @ spectral, spectral
 
 
 class SpatialGradientFeatures(torch.nn.Module):
@@ -236,19 +175,16 @@ class SpatialGradientFeatures(torch.nn.Module):
 
     def forward(self, spectral, mesh):
         """Of the spectrum of what was diffused."""
-        if mesh.gr is not None:
+        if _has_operators(mesh):
             return self._by_operators(spectral, mesh)
         if mesh.parts is not None:
             return torch.cat(list(map(self, spectral, mesh.parts)))
-        eigen = mesh.evecs.shape[-1]
-        pair = mesh.gradients[..., :eigen], mesh.gradients_t[..., :eigen, :]  # of gr above gi
-        own = _times(*pair, spectral)
-        if self.with_gradient_rotations:
-            weighted = torch.cat((self.A_re(spectral), self.A_im(spectral)), -2)
-            others = _times(mesh.gradients, mesh.gradients_t, weighted)
-        else:
-            others = _times(*pair, self.A(spectral))
-        return torch.tanh((own * others).unflatten(-2, (2, mesh.evecs.shape[-2])).sum(-3))
+        xr, xi = mesh.gr @ spectral, mesh.gi @ spectral
+        if not self.with_gradient_rotations:
+            weighted = self.A(spectral)
+            return torch.tanh(xr * (mesh.gr @ weighted) + xi * (mesh.gi @ weighted))
+        re, im = self.A_re(spectral), self.A_im(spectral)
+        return torch.tanh(xr * (mesh.gr @ re - mesh.gi @ im) + xi * (mesh.gi @ re + mesh.gr @ im))
 
     def _by_operators(self, spectral, mesh):
         if self.with_gradient_rotations:
@@ -321,8 +257,7 @@ def _check_operands(x, width, mesh, block):
     if mesh.evecs.dtype != dtype:
         raise ValueError(f"the mesh is of {mesh.evecs.dtype}, but the network computes in {dtype}; make it by mesh() "
                          "again")
-    first = mesh.parts[0] if mesh.parts else mesh
-    if block.with_gradient_features and first.gr is None and first.gradients is None:
+    if block.with_gradient_features and mesh.gr is None:
         raise ValueError("the mesh has no gradX and gradY, which the gradient features need")
 
 
