@@ -135,10 +135,12 @@ class ResidentLayer {
     const int64_t K = shape.channels;
     const bool boxed = K % 8 == 0 && 4 * ((K + kStepK - 1) / kStepK * kStepK) <= 7 * K;
     if constexpr (std::is_same_v<T, half>) {
-      boxed ? add_plans<BoxedRows<half>>() : add_plans<LooseRows>();
-    } else if (boxed) {
-      add_few_plans<BoxedRows<T>>();
+      if (memory_.gate == Gate::sigmoid) {
+        boxed ? add_plans<BoxedRows<half, false>>() : add_plans<LooseRows>();
+        return;
+      }
     }
+    if (boxed) add_few_plans<BoxedRows<T, true>>();
   }
 
   std::vector<Way> ways() const { return ways_.found(); }
@@ -161,8 +163,8 @@ class ResidentLayer {
             InPanels<Rows, 56, 4>, InPanels<Rows, 64, 4>, InPanels<Rows, 64, 3>,
             InPanels<Rows, 64, 4, 4>, InPanels<Rows, 56, 4, 2>, InPanels<Rows, 32, 2>>();
   }
-  /// Of bf16 some of those in boxes, of narrow panels and wide ones, since each plan is a kernel.
-  /// They were not chosen by measurements; other shapes are products.
+  /// Of bf16, and of the other gates, some of those in boxes, of narrow panels and wide ones, since
+  /// each plan is a kernel. They were not chosen by measurements; other shapes are products.
   template <class Rows>
   void add_few_plans() {
     add_all<InBoxes<Rows, 16, 4>, InBoxes<Rows, 32, 4>, InBoxes<Rows, 64, 4>, InBoxes<Rows, 64, 3>,

@@ -40,7 +40,6 @@ struct LayerOperands {
 /// Makes a sigmoid of the gates in the left half of a sum's columns, the values in the right one.
 template <int kCols>
 __device__ __forceinline__ void make_sigmoids(Gate gate, Sum<kCols>& sum) {
-  if (gate == Gate::sigmoid) return;
   with_gate(gate, [&]<Gate kGate>() {
 #pragma unroll
     for (int i = 0; i < kCols / 4; ++i) {
@@ -138,9 +137,13 @@ __device__ __forceinline__ void start_groups(Sum<kColumns>& sum, Left left, Acro
 
 /// x if its rows are multiples of 16 bytes: boxes of 64 rows by 64 columns, which the copy engine
 /// brings, zeros beyond M or K, and wgmma reads. A stage has `stage_boxes` of them.
-template <typename T>
+///
+/// kAnyGate: the kernel has the gate that it gets as an argument, not a sigmoid. What that needs would
+/// take a layer with a sigmoid some per cent of its time.
+template <typename T, bool kAnyGate_>
 struct BoxedRows {
   using Element = T;
+  static constexpr bool kAnyGate = kAnyGate_;
   using Tile = LeftTile<T, 64>;
   static constexpr int kSliceCycles = 0;  // for a slice of a tile, beside the product
   CUtensorMap map = {};
@@ -204,6 +207,7 @@ struct BoxedRows {
 /// become zeros, and must not be what a copy writes meanwhile.
 struct LooseRows {
   using Element = half;
+  static constexpr bool kAnyGate = false;
   static constexpr int stages = 1, kBehind = 32, kSliceCycles = 74;
   const half* x = nullptr;
   int M, K;
@@ -511,7 +515,7 @@ struct ResidentOut {
   /// Stores a warp's rows of a panel; its tile starts at row `row` of out. A consumer puts its own
   /// panels, first to last.
   __device__ void put(Sum<2 * kWidth>& sum, int row, int panel) const {
-    make_sigmoids(in.gate, sum);
+    if constexpr (Plan::Rows::kAnyGate) make_sigmoids(in.gate, sum);
     if constexpr (Plan::kOut == Out::boxes) {
       put_box(sum, row, panel);
     } else if constexpr (Plan::kOut == Out::rows) {
