@@ -130,27 +130,24 @@ std::vector<Way> diffusion_ways(
     const Meshes own = shape.of(in.offsets);
     const int E = static_cast<int>(shape.E), W = static_cast<int>(shape.W);
     launch_project<Kind>(stream,
-                         {{{{{in.basis, in.values}}, 1}},
-                          kBackward ? nullptr : in.mass,
-                          own,
-                          length,
-                          E,
-                          W,
-                          partials},
+                         {.factors = {{in.basis, in.values}},
+                          .mass = kBackward ? nullptr : in.mass,
+                          .meshes = own,
+                          .length = length,
+                          .E = E,
+                          .W = W,
+                          .partials = partials},
                          1);
     const SlotSums sums = {partials, own, length, shape.E * shape.W, sum_ranks(own, length)};
     launch_next(stream, finish_spectrum<T, kBackward>, sums.blocks(), 32 * kSumWarps, sums, in, W,
                 terms.data());
     launch_expand<Kind>(stream,
-                        {{{{{in.basis, in.spectrum}}, 1}},
-                         {in.result},
-                         kBackward ? in.mass : nullptr,
-                         nullptr,
-                         own,
-                         E,
-                         W,
-                         false,
-                         false},
+                        {.factors = {{in.basis, in.spectrum}},
+                         .to = {in.result},
+                         .mass = kBackward ? in.mass : nullptr,
+                         .meshes = own,
+                         .depth = E,
+                         .cols = W},
                         1);
     if constexpr (kBackward) {
       const unsigned columns = blocks_for(W, 32);

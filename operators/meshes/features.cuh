@@ -3,7 +3,7 @@
 //
 //     expand            M1 = x Lr^T and M2 = x Li^T, of the spectrum's few rows
 //     features          xr, xi, ar and ai of each vertex, and the features; backward P, Q, R and S
-//     project           backward: the sums over vertices, in slots
+//     add_vertices      backward: the sums over vertices, in slots
 //     add_slots         their sums, dM1, dM2 and D
 //     expand, project   d_x, d_lr and d_li
 //
@@ -139,6 +139,90 @@ __global__ void __launch_bounds__(kThreads) features(const Features<typename Kin
   }
 }
 
+/// What `add_vertices` computes for each mesh: dM1 = gr^T P + gi^T Q, dM2 = gr^T Q - gi^T P and D =
+/// gr^T R + gi^T S. products: P, Q, R and S, (vertices, W) each.
+template <typename T>
+struct VertexSums {
+  const T *gr, *gi, *products;
+  Meshes meshes;
+  int length, E, W;  ///< the first: of the slots
+  float* partials;   ///< (slots, 3, E, W)
+};
+
+inline constexpr int kSumCols = 32;
+
+// A block adds up one slot's part of 64 x 32 elements of dM1, dM2 and D, a warp 32 x 16 of each. So
+// a step's tiles of gr and gi, each loaded and, in 3xTF32, split once, multiply three of the four
+// right factors each. Three launches of `project` would load and split them three times.
+template <class Kind>
+__global__ void __launch_bounds__(kThreads) add_vertices(const VertexSums<typename Kind::T> in) {
+  using T = typename Kind::T;
+  constexpr int kDepth = Kind::kDepth, kStages = 2, kRightPitch = pitch(kSumCols);
+  constexpr int kLeft = kDepth * kPitch, kRight = kDepth * kRightPitch;
+  __shared__ __align__(128) T stages[kStages][2 * kLeft + 4 * kRight];
+  wait_for_previous_kernel();
+  start_next_kernel();
+  const int tiles_e = ceil_div(in.E, kTile), tiles = tiles_e * ceil_div(in.W, kSumCols);
+  const int number = static_cast<int>(blockIdx.x) / tiles;
+  const int tile = static_cast<int>(blockIdx.x) % tiles;
+  const Meshes::Slot slot = in.meshes.slot(number, in.length);
+  if (slot.end <= slot.begin) return;
+  const int e0 = tile % tiles_e * kTile, w0 = tile / tiles_e * kSumCols;
+  const int first = slot.begin / kDepth, steps = (slot.end - 1) / kDepth - first + 1;
+  const int64_t next = static_cast<int64_t>(in.meshes.vertices) * in.W;
+  const auto copy_step = [&](int step) {
+    if (step >= steps) return;
+    const int vertex0 = (first + step) * kDepth;
+    T* to = stages[step % kStages];
+    for (const T* data : {in.gr, in.gi}) {
+      const RowsOf<T> left = {data, slot.begin, slot.end, in.E, are_aligned<T>(in.E)};
+      copy_tile<kDepth, kTile, kPitch, kThreads>(to, left, vertex0, e0);
+      to += kLeft;
+    }
+    for (int i = 0; i < 4; ++i) {
+      const RowsOf<T> right = {in.products + i * next, slot.begin, slot.end, in.W,
+                               are_aligned<T>(in.W)};
+      copy_tile<kDepth, kSumCols, kRightPitch, kThreads>(to, right, vertex0, w0);
+      to += kRight;
+    }
+  };
+
+  const int warp = threadIdx.x / 32, row = warp / 2 * 32, col = warp % 2 * 16;
+  float sums[3][2][2][4] = {};
+  auto ahead = copies_ahead<kStages>(copy_step);
+  for (int step = 0; step < steps; ++step) {
+    ahead.next();
+    const T* const left = stages[step % kStages];
+    const T* const right = left + 2 * kLeft;
+#pragma unroll
+    for (int k = 0; k < kDepth; k += Kind::kUnit) {
+      Left<Kind> real, imaginary;
+      load_left<true, kPitch>(real, left, row, k);
+      load_left<true, kPitch>(imaginary, left + kLeft, row, k);
+      Right<Kind, 16> b;
+      load_right<kRightPitch>(b, right, k, col);  // P
+      multiply(sums[0], real, b);
+      negate(b);
+      multiply(sums[1], imaginary, b);
+      load_right<kRightPitch>(b, right + kRight, k, col);  // Q
+      multiply(sums[0], imaginary, b);
+      multiply(sums[1], real, b);
+      load_right<kRightPitch>(b, right + 2 * kRight, k, col);  // R
+      multiply(sums[2], real, b);
+      load_right<kRightPitch>(b, right + 3 * kRight, k, col);  // S
+      multiply(sums[2], imaginary, b);
+    }
+  }
+
+#pragma unroll
+  for (int which = 0; which < 3; ++which) {
+    const size_t at = (static_cast<size_t>(number) * 3 + which) * in.E;
+    for_pairs(sums[which], e0 + row, w0 + col, in.E, in.W, [&](int e, int w, float2 pair) {
+      store_pair(in.partials + (at + e) * in.W, w, in.W, pair);
+    });
+  }
+}
+
 /// A pass. `tensors` says, at each launch, where inputs and outputs are. One way, or none, if there
 /// are too many tiles for a launch.
 template <class Kind, bool kBackward>
@@ -147,14 +231,15 @@ std::vector<Way> features_ways(const Workspace& workspace, const MeshesShape& sh
   using T = typename Kind::T;
   const Meshes meshes = shape.of(nullptr), rows = shape.rows_of_spectra();
   const int64_t E = shape.E, W = shape.W, spectra = shape.spectrum_values();
-  const int64_t tiles = tiles_of(E, W), weight_tiles = tiles_of(W, W);
-  const int length = slot_length(shape.vertices, 3 * tiles, meshes.count);
+  const int64_t weight_tiles = tiles_of(W, W);
+  const int64_t vertex_tiles = ceil_div(E, int64_t{kTile}) * ceil_div(W, int64_t{kSumCols});
+  const int length = slot_length(shape.vertices, vertex_tiles, meshes.count);
   const int row_length = slot_length(rows.vertices, 2 * weight_tiles, 1);
   const int64_t slots = meshes.slots(length), row_slots = rows.slots(row_length);
   constexpr int64_t kCols = FeaturesTile<Kind>::kCols;
   if (!is_a_grid(ceil_div(W, kCols) * meshes.slots(kTile)) ||
       !is_a_grid(ceil_div(W, int64_t{kTile}) * rows.slots(kTile)) ||
-      (kBackward && !(is_a_grid(tiles * slots) && is_a_grid(weight_tiles * row_slots)))) {
+      (kBackward && !(is_a_grid(vertex_tiles * slots) && is_a_grid(weight_tiles * row_slots)))) {
     return {};
   }
   const auto size = [](bool there, int64_t count) {
@@ -172,44 +257,44 @@ std::vector<Way> features_ways(const Workspace& workspace, const MeshesShape& sh
     const int e = static_cast<int>(E), w = static_cast<int>(W);
     T *const M1 = M, *const M2 = M1 + spectra;
     launch_expand<Kind>(stream,
-                        {{{{{in.x, in.lr}}, 1}, {{{in.x, in.li}}, 1}},
-                         {M1, M2},
-                         nullptr,
-                         nullptr,
-                         rows,
-                         w,
-                         w,
-                         true,
-                         true},
+                        {.factors = {{in.x, in.lr}, {in.x, in.li}},
+                         .to = {M1, M2},
+                         .meshes = rows,
+                         .depth = w,
+                         .cols = w,
+                         .shared = true,
+                         .transposed = true},
                         2);
     const Features<T> of = {in.gr, in.gi, in.x, M1, in.d_out, kBackward ? products.data() : in.out,
                             own,   e,     w};
     const int64_t blocks = ceil_div(W, kCols) * own.slots(kTile);
     launch_next(stream, features<Kind>, static_cast<unsigned>(blocks), kThreads, of);
     if constexpr (kBackward) {
-      const int64_t values = shape.vertex_values();
-      T *const P = products, *const Q = P + values, *const R = Q + values, *const S = R + values;
       T *const dM1 = dM, *const dM2 = dM1 + spectra;
-      launch_project<Kind>(stream,
-                           {{{{{in.gr, P}, {in.gi, Q}}, 2},
-                             {{{in.gr, Q}, {in.gi, P, true}}, 2},
-                             {{{in.gr, R}, {in.gi, S}}, 2}},
-                            nullptr,
-                            own,
-                            length,
-                            e,
-                            w,
-                            partials},
-                           3);
+      const VertexSums<T> of_vertices = {in.gr, in.gi, products, own, length, e, w, partials};
+      launch_next(stream, add_vertices<Kind>,
+                  static_cast<unsigned>(vertex_tiles * own.slots(length)), kThreads, of_vertices);
       const SlotSums sums = {partials, own, length, 3 * E * W, sum_ranks(own, length)};
       launch_next(stream, add_slots<T>, sums.blocks(), 32 * kSumWarps, sums, E * W, dM1, dM2,
                   D.data());
-      launch_expand<Kind>(
-          stream,
-          {{{{{dM1, in.lr}, {dM2, in.li}}, 2}}, {in.d_x}, nullptr, D, rows, w, w, true, false}, 1);
-      launch_project<Kind>(
-          stream,
-          {{{{{dM1, in.x}}, 1}, {{{dM2, in.x}}, 1}}, nullptr, rows, row_length, w, w, partials}, 2);
+      launch_expand<Kind>(stream,
+                          {.factors = {{dM1, in.lr}, {dM2, in.li}},
+                           .terms = 2,
+                           .to = {in.d_x},
+                           .start = D,
+                           .meshes = rows,
+                           .depth = w,
+                           .cols = w,
+                           .shared = true},
+                          1);
+      launch_project<Kind>(stream,
+                           {.factors = {{dM1, in.x}, {dM2, in.x}},
+                            .meshes = rows,
+                            .length = row_length,
+                            .E = w,
+                            .W = w,
+                            .partials = partials},
+                           2);
       const SlotSums last = {partials, rows, row_length, 2 * W * W, sum_ranks(rows, row_length)};
       launch_next(stream, add_slots<T>, last.blocks(), 32 * kSumWarps, last, W * W, in.d_lr,
                   in.d_li, static_cast<float*>(nullptr));

@@ -271,7 +271,7 @@ __device__ __forceinline__ void copy_tile(T* to, const RowsOf<T>& of, int64_t ro
                      at >= of.begin && at < of.end && col0 + col < of.cols);
     }
   } else {
-#pragma unroll 4
+#pragma unroll 1
     for (int i = threadIdx.x; i < kRows * kCols; i += kThreads) {
       const int row = i / kCols, col = i % kCols;
       const int64_t at = row0 + row;
@@ -285,7 +285,7 @@ __device__ __forceinline__ void copy_tile(T* to, const RowsOf<T>& of, int64_t ro
 template <int kRows, int kCols, int kPitch, int kThreads, typename T>
 __device__ __forceinline__ void copy_transposed(T* to, const RowsOf<T>& of, int64_t row0,
                                                 int col0) {
-#pragma unroll 4
+#pragma unroll 1
   for (int i = threadIdx.x; i < kRows * kCols; i += kThreads) {
     const int row = i % kRows, col = i / kRows;
     copy_element(to + row * kPitch + col, of.data + int64_t{col0 + col} * of.cols + row0 + row,

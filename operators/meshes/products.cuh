@@ -16,38 +16,19 @@ namespace operators::meshes {
 inline constexpr int kTile = 64, kThreads = 128, kStages = 4;
 inline constexpr int kPitch = pitch(kTile);
 
-/// A product of a sum, or one that is subtracted.
+/// The factors of a product.
 template <typename T>
-struct Term {
+struct Factors {
   const T *left, *right;
-  bool minus = false;
-};
-/// The terms of a result.
-template <typename T>
-struct Terms {
-  Term<T> of[2];
-  int count;
 };
 
-template <int kRows, int kCols>
-__device__ __forceinline__ void change_sign(float (&sum)[kRows][kCols][4]) {
-#pragma unroll
-  for (auto& row : sum) {
-#pragma unroll
-    for (auto& of : row) {
-#pragma unroll
-      for (float& value : of) value = -value;
-    }
-  }
-}
-
-/// What `project` computes for each mesh: result r (E, W) is the sum of left^T right over its
-/// terms, where left (vertices, E) and right (vertices, W) are those of the mesh. Each vertex
-/// counts `mass` times, unless that is null.
+/// What `project` computes for each mesh: result r (E, W) is left^T right of factors[r], where left
+/// (vertices, E) and right (vertices, W) are those of the mesh. Each vertex counts `mass` times,
+/// unless that is null.
 template <typename T>
 struct Projection {
-  Terms<T> results[3];
-  const T* mass;
+  Factors<T> factors[2];
+  const T* mass = nullptr;
   Meshes meshes;
   int length, E, W;  ///< of the slots
   float* partials;   ///< (slots, results, E, W): of each slot its part of the sums
@@ -71,21 +52,16 @@ __global__ void __launch_bounds__(kThreads) project(const Projection<typename Ki
   const Meshes::Slot slot = in.meshes.slot(number, in.length);
   if (slot.end <= slot.begin) return;
   const int e0 = tile % tiles_e * kTile, w0 = tile / tiles_e * kTile;
-  const Terms<T>& terms = in.results[blockIdx.y];
-  const int first = slot.begin / kDepth;
-  const int of_term = (slot.end - 1) / kDepth - first + 1, steps = terms.count * of_term;
-  const RowsOf<T> left = {nullptr, slot.begin, slot.end, in.E, are_aligned<T>(in.E)};
-  const RowsOf<T> right = {nullptr, slot.begin, slot.end, in.W, are_aligned<T>(in.W)};
+  const Factors<T> factors = in.factors[blockIdx.y];
+  const int first = slot.begin / kDepth, steps = (slot.end - 1) / kDepth - first + 1;
+  const RowsOf<T> left = {factors.left, slot.begin, slot.end, in.E, are_aligned<T>(in.E)};
+  const RowsOf<T> right = {factors.right, slot.begin, slot.end, in.W, are_aligned<T>(in.W)};
   const auto copy_step = [&](int step) {
     if (step >= steps) return;
-    const Term<T>& term = terms.of[step / of_term];
-    const int vertex0 = (first + step % of_term) * kDepth;
+    const int vertex0 = (first + step) * kDepth;
     T* const to = stages[step % kStages];
-    RowsOf<T> of = left;
-    of.data = term.left;
-    copy_tile<kDepth, kTile, kPitch, kThreads>(to, of, vertex0, e0);
-    of = right, of.data = term.right;
-    copy_tile<kDepth, kTile, kPitch, kThreads>(to + kTileOf, of, vertex0, w0);
+    copy_tile<kDepth, kTile, kPitch, kThreads>(to, left, vertex0, e0);
+    copy_tile<kDepth, kTile, kPitch, kThreads>(to + kTileOf, right, vertex0, w0);
     if (!in.mass) return;
     constexpr int kPair = 4 / static_cast<int>(sizeof(T));  // what 4 bytes have
     const int at = static_cast<int>(threadIdx.x) * kPair, vertex = vertex0 + at;
@@ -108,8 +84,6 @@ __global__ void __launch_bounds__(kThreads) project(const Projection<typename Ki
     ahead.next();
     const T* const stage = stages[step % kStages];
     const T* const mass = in.mass ? masses[step % kStages] : nullptr;
-    const bool minus = terms.of[step / of_term].minus;
-    if (minus) change_sign(sum);
 #pragma unroll
     for (int k = 0; k < kDepth; k += Kind::kUnit) {
       Left<Kind> a;
@@ -118,7 +92,6 @@ __global__ void __launch_bounds__(kThreads) project(const Projection<typename Ki
       load_right<kPitch>(b, stage + kTileOf, k, col);
       multiply(sum, a, b);
     }
-    if (minus) change_sign(sum);
   }
 
   const size_t at = (static_cast<size_t>(number) * gridDim.y + blockIdx.y) * in.E;
@@ -127,18 +100,20 @@ __global__ void __launch_bounds__(kThreads) project(const Projection<typename Ki
   });
 }
 
-/// What `expand` computes: result r (vertices, cols) is the sum of left right over its terms, where
-/// left is (vertices, depth), and right (depth, cols) the mesh's own; or, if it is shared, the same
-/// for all meshes, and then it may be transposed in memory: (cols, depth).
+/// What `expand` computes: result r (vertices, cols) is left right of factors[r], where left is
+/// (vertices, depth), and right (depth, cols) the mesh's own; or, if it is shared, the same for all
+/// meshes, and then it may be transposed in memory: (cols, depth). Or, if there is one result, and
+/// `terms` is 2, it is the sum of both products.
 template <typename T>
 struct Expansion {
-  Terms<T> results[2];
+  Factors<T> factors[2];
+  int terms = 1;
   T* to[2];
-  const T* mass;       ///< (vertices), what rows of the result are multiplied by; null: nothing
-  const float* start;  ///< (vertices, cols), what is added to the result; null: nothing
+  const T* mass = nullptr;       ///< (vertices), what rows are multiplied by; null: nothing
+  const float* start = nullptr;  ///< (vertices, cols), what is added to the result; null: nothing
   Meshes meshes;
   int depth, cols;
-  bool shared, transposed;
+  bool shared = false, transposed = false;
 };
 
 // A block has 64 x 64 elements of a result: of one slot of 64 vertices. gridDim.y results.
@@ -154,21 +129,20 @@ __global__ void __launch_bounds__(kThreads) expand(const Expansion<typename Kind
   const Meshes::Slot slot = in.meshes.slot(static_cast<int>(blockIdx.x) / tiles, kTile);
   if (slot.end <= slot.begin) return;
   const int vertex0 = slot.begin / kTile * kTile;
-  const Terms<T>& terms = in.results[blockIdx.y];
-  const int of_term = ceil_div(in.depth, kDepth), steps = terms.count * of_term;
+  const int of_term = ceil_div(in.depth, kDepth), steps = in.terms * of_term;
   const size_t own = in.shared ? 0 : static_cast<size_t>(slot.mesh) * in.depth * in.cols;
   const auto copy_step = [&](int step) {
     if (step >= steps) return;
-    const Term<T>& term = terms.of[step / of_term];
+    const Factors<T> factors = in.factors[blockIdx.y + step / of_term];
     const int k0 = step % of_term * kDepth;
     T* const to = stages[step % kStages];
-    const RowsOf<T> left = {term.left, slot.begin, slot.end, in.depth, are_aligned<T>(in.depth)};
+    const RowsOf<T> left = {factors.left, slot.begin, slot.end, in.depth, are_aligned<T>(in.depth)};
     copy_tile<kTile, kDepth, Kind::kDeepPitch, kThreads>(to, left, vertex0, k0);
     if (in.transposed) {
-      const RowsOf<T> right = {term.right, 0, in.cols, in.depth, false};
+      const RowsOf<T> right = {factors.right, 0, in.cols, in.depth, false};
       copy_transposed<kDepth, kTile, kPitch, kThreads>(to + kLeft, right, k0, w0);
     } else {
-      const RowsOf<T> right = {term.right + own, 0, in.depth, in.cols, are_aligned<T>(in.cols)};
+      const RowsOf<T> right = {factors.right + own, 0, in.depth, in.cols, are_aligned<T>(in.cols)};
       copy_tile<kDepth, kTile, kPitch, kThreads>(to + kLeft, right, k0, w0);
     }
   };

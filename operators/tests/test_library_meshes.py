@@ -433,7 +433,8 @@ IN_TURN = [
 # Every size of tile: of few eigenvectors and of many; narrow ones and wide ones; of few vertices and of many.
 ANYWHERE = """
 import random
-from test_library_meshes import *
+from test_library_meshes import (BFLOAT16, FLOAT32, KINDS, TYPES, Diffusion, DiffusionBackward, GradientFeatures,
+                                 GradientFeaturesBackward)
 draw = random.Random({seed})
 def up_to(most, unit=1):
     return unit * draw.randint(1, most)
@@ -469,7 +470,8 @@ def test_what_runs_on_each_gpu(capability):
 def test_there_is_only_fp32_before_compute_capability_8():
     said = run_as_another_gpu("7.5", """
 import ctypes
-from test_library_meshes import *
+from test_library_meshes import (BFLOAT16, FLOAT32, KINDS, TYPES, Diffusion, DiffusionBackward, GradientFeatures,
+                                 GradientFeaturesBackward)
 for kind in KINDS:
     run(kind, type=FLOAT32, vertices=20, eigen=5, width=3)
 for kind, sizes in ((Diffusion, (1, 8, 8, 8)), (GradientFeatures, (8, 8, 8))):
