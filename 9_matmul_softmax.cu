@@ -1397,7 +1397,7 @@ struct SoftmaxTable : SoftmaxProblem {
       add_product("cuBLASLt, candidate " + std::to_string(i),
                   [=, *this] { product->call(i, x, W, logits); });
     }
-    add("library", Role::library, tf32 ? 80 : 0, ways, {.most = 24});  // 80: capability 8.0
+    add("library", Role::library, tf32 ? 80 : 0, ways, 24);  // 80: capability 8.0
   }
 
   // A line after the tables, with the quotient of the two times in the place of %.

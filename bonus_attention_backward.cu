@@ -16,6 +16,7 @@
 // whatever a block owns, dQ, or else dK and dV, comes in parts from many blocks.
 //
 //     library              cuBLAS's five products: logits, P, dP and dS go through memory
+//     cuDNN                NVIDIA's fused kernels, where the library is found: the ones to beat
 //     tensor cores         a block owns keys, and dK and dV in its registers; Q and dO stream past,
 //                          products by mma.sync; dQ is added up in memory by atomicAdd
 //     warp specialization  for Hopper: a warp brings tiles by the copy engine, two warpgroups
@@ -44,6 +45,7 @@
 #include "primitives/row_parts.cuh"
 #include "primitives/spin.cuh"
 #include "problems/attention/backward.h"
+#include "problems/attention/cudnn.h"
 #include "problems/attention/library_backward.cuh"
 
 using namespace problems;
@@ -904,6 +906,7 @@ struct Table : AttentionBackwardProblem<T> {
           attention_backward_mma<T, kWidth><<<grid, Mma::kThreads, kBytes>>>(operands());
           finish_dq();
         })
+        .occupies(this->ends() + row_sums.bytes() + dq_sums.bytes())
         .needs(80)
         .needs_shared(kBytes);
     add_hopper<kWidth, Adding::by_threads>("warp specialization");
@@ -931,8 +934,18 @@ struct Table : AttentionBackwardProblem<T> {
                        operands<Tile::kQueries>());
           launch_early(attention_finish_parts<T, kWidth>, parts, 128, 0, operands());
         })
+        .occupies(this->ends() + row_sums.bytes() + dq_sums.bytes() +
+                  (kAdding == Adding::in_order ? counts.bytes() : 0))
         .hopper_only()
         .needs_shared(kBytes);
+  }
+
+  // cuDNN's row; or why there is none.
+  std::string add_peer() const {
+    return add_cudnn(*this, type_of<T>, CudnnAttention::Pass::backward, [=, this] {
+      return CudnnAttention::Memory{this->Q,     this->K,  this->V,  this->out, this->log_sums,
+                                    this->d_out, this->dQ, this->dK, this->dV};
+    });
   }
 
   // A row, of which --runs is told.
@@ -990,7 +1003,10 @@ void add_table(Lesson& lesson, cublasHandle_t blas, const std::string& type, Att
   const auto table = std::make_shared<Table<T>>(lesson, blas, name, shape, report);
   tables.push_back(table);
   const auto library = std::make_shared<LibraryAttentionBackward<T>>(blas, *table);
-  table->row("library", Role::library, [library] { (*library)(); });
+  table->row("library", Role::library, [library] { (*library)(); })
+      .occupies(table->ends() + library->workspace_bytes());
+  const std::string why = lesson.on_cpu() ? "" : table->add_peer();
+  if (!why.empty()) lesson.note("cuDNN is left out: " + why + ".");
   switch (shape.width) {
     case 64:
       table->template add_lesson_kernels<64>();
@@ -1003,6 +1019,8 @@ void add_table(Lesson& lesson, cublasHandle_t blas, const std::string& type, Att
   }
   table->problem.compare("tensor cores", "library",
                          name + ": without S x T numbers in memory: % times as fast.");
+  table->problem.compare("deterministic", "cuDNN",
+                         name + ": the last kernel runs at % of cuDNN's rate.");
 }
 
 int main(int argc, char** argv) {

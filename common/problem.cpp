@@ -3,6 +3,7 @@
 #include <algorithm>
 #include <cmath>
 
+#include "common/choose/ways.h"
 #include "common/verify/guards.h"
 
 namespace common {
@@ -52,12 +53,8 @@ Kernel& Problem::kernel(std::string name, Role role, std::function<void()> launc
   return kernel(std::move(name), role, std::vector<Way>{{.launch = std::move(launch)}});
 }
 
-Kernel& Problem::kernel(std::string name, Role role, std::vector<Way> ways, const Tries& tries) {
-  std::stable_sort(ways.begin(), ways.end(),
-                   [](const Way& a, const Way& b) { return a.microseconds < b.microseconds; });
-  const double most = tries.hopeless * ways.front().microseconds;
-  std::erase_if(ways, [&](const Way& way) { return way.microseconds > most; });
-  if (ways.size() > tries.most) ways.erase(ways.begin() + tries.most, ways.end());
+Kernel& Problem::kernel(std::string name, Role role, std::vector<Way> ways, size_t most) {
+  ways.resize(worth_trying(ways, most));
   Kernel& row = kernels.emplace_back();
   row.name = std::move(name);
   row.role = role;

@@ -16,6 +16,7 @@
 #include <vector>
 
 #include "common/check.h"
+#include "common/choose/way.h"
 #include "common/device.h"
 
 namespace common {
@@ -143,21 +144,8 @@ enum class Role { baseline, library, ours };
 enum class Timing { cold, hot, graph };
 inline constexpr int kGraphCalls = 20;
 
-/// Which of the ways to compute a row are tried: at most so many, and none that is expected to take
-/// so much longer than the first. Most estimates err by less.
-struct Tries {
-  size_t most = 16;
-  double hopeless = 1.25;
-};
-
-/// One of several ways to compute a row, such as with one of several tiles.
-struct Way {
-  std::string name = {};
-  double microseconds = 0;  ///< that it should take
-  std::function<void()> launch = {};
-  int shared_bytes =
-      0;  ///< that a block asks for, if that is more than the 48 KB that every device gives
-};
+/// Of the ways to compute a row at most so many are tried, where it does not say how many.
+inline constexpr size_t kMostTried = 16;
 
 /// What a few rows do around a launch.
 struct Hooks {
@@ -285,7 +273,7 @@ class Problem {
   /// Adds a row that may be computed in several ways, at least one. On a GPU the few that should be
   /// the fastest are tried before the row is verified, and the fastest of them is what is verified
   /// and timed. Where nothing is timed, the row is the way that should be the fastest.
-  Kernel& kernel(std::string name, Role role, std::vector<Way> ways, const Tries& tries = {});
+  Kernel& kernel(std::string name, Role role, std::vector<Way> ways, size_t most = kMostTried);
 
   /// Prints, after the tables on a GPU if both kernels were timed, `format`, in which the one %
   /// becomes the time of `slow` over that of `fast` (common/report/comparison.h).

@@ -53,6 +53,9 @@ inline double memory_rate() {
 inline constexpr double kFirstLaunch = 4;  ///< microseconds until the first data and after the last
 inline constexpr double kNextLaunch = 2;   ///< the same of a kernel that follows another one early
 
+/// A launch that does nothing but move so many bytes from or to memory.
+inline double microseconds_to_move(double bytes) { return kNextLaunch + bytes / memory_rate(); }
+
 /// Time of one step. In a cycle the tensor cores of a multiprocessor do 2048 multiply-adds in fp16,
 /// 1024 in TF32: 32 rows x columns of a step, whose line of k has 64 or 32 elements. Shared memory
 /// moves 128 bytes a cycle; as not all reads of wgmma meet those of others, we count 150. Of the L2

@@ -93,7 +93,9 @@ FUSED = {
 # Lessons of which all problems are drawn over a size that is not the first of their dims: its name, what
 # other dims are in the figure, and which kernels.
 OVER = {"bonus_attention": ("S", {"d": 128}, ("library", "cuDNN", "tensor cores", "warp specialization",
-                                               "ping-pong", "tile scheduler"))}
+                                               "ping-pong", "tile scheduler")),
+        "bonus_attention_backward": ("S", {"d": 128}, ("library", "cuDNN", "tensor cores", "reduce-add",
+                                                        "deterministic"))}
 # The dots with names under the roofline: record, problem, kernel; its name, whether that stands to the right of a
 # point or to the left, and where this point is from the dot, in points.
 DOTS = [
@@ -114,6 +116,7 @@ TITLES = {
     "operators_softmax": "softmax(x W), the operator",
     "10_clifford_gp": "A Clifford layer, lesson 10",
     "bonus_attention": "Attention over S queries and keys, d = 128",
+    "bonus_attention_backward": "Attention's gradients over S queries and keys, d = 128",
     "bonus_clifford_fully_connected": "Multivectors mixed by matrices (bonus)",
     "bonus_diffusion_gpus": "One mesh on several GPUs (bonus), forward",
 }

@@ -5,8 +5,8 @@
 The benchmarks of operators (operators_NAME) are recorded likewise. A lesson is recorded at its
 default N and at those of SIZES (RUN is the N), with the arguments of DEFAULTS, and with the
 arguments of VARIANTS (RUN is their name), for up to SECONDS a run, so that most kernels have 50
-samples. The runs of SHAPES are one record (RUN is "shapes"), which is written anew after each of
-them. A lesson that fails is not recorded, and the exit code says so: 1; or 2 if nothing could be
+samples. The runs of each list in SHAPES are one record (RUN is the list's name), which is written
+anew after each of them. A lesson that fails is not recorded, and the exit code says so: 1; or 2 if nothing could be
 run.
 """
 import argparse
@@ -27,7 +27,7 @@ SIZES = {
     "7_diffusion_fused": [1024, 4096, 16384, 1048576],
     "8_spatial_gradients": [16384, 1048576],
     "bonus_attention": [512, 1024, 2048, 8192, 16384],
-    "bonus_attention_backward": [512, 2048, 16384],
+    "bonus_attention_backward": [512, 1024, 2048, 8192, 16384],
     "bonus_diffusion_gpus": [1024, 16384, 131072, 4194304],
     "operators_product": [1024, 2048, 3000, 4097, 8192],
     "operators_diffusion": [1024, 4096, 16384, 1048576],
@@ -57,7 +57,7 @@ VARIANTS = {
     },
     "bonus_attention_backward": {
         "64": ["4096", "--width", "64"],
-        **{f"{n}-64": [str(n), "--width", "64"] for n in (512, 2048, 16384)},
+        **{f"{n}-64": [str(n), "--width", "64"] for n in (512, 1024, 2048, 8192, 16384)},
     },
     "bonus_clifford_fully_connected": {
         "2,0,0": ["--algebra", "2,0,0"],
@@ -82,10 +82,13 @@ VARIANTS |= {
 }
 # The arguments of each run.
 SHAPES = {
-    "operators_product": [
-        [str(n), "--type", "fp16"] for n in (512, 1000, 1024, 1280, 1536, 2047, 2048, 3000, 3072, 4096, 4097, 4104,
-                                             5000, 6144, 8192, 10007, 12288, 16384)],
-    "operators_softmax": [
+    "operators_product": {
+        "shapes": [[str(n), "--type", "fp16"] for n in (512, 1000, 1024, 1280, 1536, 2047, 2048, 3000, 3072, 4096, 4097,
+                                                        4104, 5000, 6144, 8192, 10007, 12288, 16384)],
+        "few-rows": [[str(rows), "--columns", str(columns), "--depth", "4096", "--type", "fp16"]
+                     for columns in (11008, 4096) for rows in (1, 2, 4, 8, 16, 32, 64)],
+    },
+    "operators_softmax": {"shapes": [
         [str(B), "--inputs", str(D), "--classes", str(C)] for B, D, C in (
             (1, 1024, 1000), (1, 1999, 2500), (1, 832, 22816), (1, 4096, 50256), (1, 4096, 50257),
             (3, 3217, 473), (8, 1024, 1000), (8, 4096, 50257), (16, 777, 333), (30, 3000, 3000),
@@ -95,7 +98,7 @@ SHAPES = {
             (1098, 1232, 29236), (2048, 4096, 10000), (3000, 1000, 10000), (3000, 1001, 10001),
             (4096, 333, 77), (4096, 1024, 1000), (4096, 1025, 1001), (4096, 2047, 10), (8192, 64, 1000),
             (8192, 4096, 8192), (10000, 777, 333), (16384, 64, 10), (16384, 129, 77), (16384, 1024, 1000),
-            (16384, 4096, 50257))],
+            (16384, 4096, 50257))]},
 }
 
 
@@ -245,16 +248,16 @@ def record(program, run, arguments, out):
     return bool(text)
 
 
-def record_shapes(program, out):
-    """The runs of SHAPES as one: the first, with the problems of all."""
+def record_shapes(program, run, out):
+    """The runs of one list in SHAPES as one: the first, with the problems of all."""
     whole, problems = None, []
-    for shape in SHAPES[program.name]:
+    for shape in SHAPES[program.name][run]:
         text = measure(program, shape, SHAPE_SECONDS)
         if not text:
             return False
         whole = whole or json.loads(text)
         problems += json.loads(text)["problems"]
-        write(program, "shapes", as_text({**whole, "problems": problems}), out)
+        write(program, run, as_text({**whole, "problems": problems}), out)
     return True
 
 
@@ -271,7 +274,7 @@ def main():
     names += sorted(f"operators_{path.stem}" for path in ROOT.glob("operators/bench/*.cu"))
     lessons = {name: dict(runs_of(name)) for name in names}
     for name in SHAPES.keys() & lessons.keys():
-        lessons[name]["shapes"] = None  # record_shapes() has their arguments
+        lessons[name].update(dict.fromkeys(SHAPES[name]))  # record_shapes() has their arguments
     wanted, unknown = runs_named(arguments.lessons or names, lessons)
     if unknown:
         parser.error(f"no runs {', '.join(unknown)}")
@@ -281,7 +284,7 @@ def main():
     failed = []
     for lesson, run, options in wanted:
         program = arguments.bin.resolve() / lesson
-        done = (record_shapes(program, arguments.out) if run == "shapes"
+        done = (record_shapes(program, run, arguments.out) if options is None
                 else record(program, run, options, arguments.out))
         if not done:
             failed.append(f"{lesson} {run}".strip())

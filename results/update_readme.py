@@ -8,15 +8,18 @@ Tables stand between markers, which are lines of their own:
     <!-- full RECORD PROBLEM -->...<!-- end -->           the same with all columns
     <!-- rows (a line each:) RECORD PROBLEM: KERNEL | KERNEL -->...<!-- end -->  some kernels of each problem
     <!-- sizes TITLE | TITLE (a line each:) RECORD PROBLEM: KERNEL | KERNEL -->...<!-- end -->  times of
-                                                          the same kernels, a row per problem
+                                                          the same kernels, a row per problem; PROBLEM * is all of them
     <!-- output RECORD PROBLEM -->...<!-- end -->         the same in the look of the lesson's output
     <!-- points (a line each:) RECORD PROBLEM: KERNEL -->...<!-- end -->  these under the roofline
     <!-- peers RECORD [RECORD ...] -->...<!-- end -->   ours beside the peers, a row per problem;
     <!-- peers (a line each:) RECORD: PROBLEM, PROBLEM -->...<!-- end -->  only of these
     <!-- operations RECORD -->...<!-- end -->             what count_clifford.py counted
     <!-- counted RECORD -->...<!-- end -->                what the CPU backend or a profiler counted
-    <!-- python RECORD -->...<!-- end -->                 what operators/tests/gpu/times.py recorded
+    <!-- python RECORD [RECORD ...] -->...<!-- end -->    what operators/tests/gpu/times.py recorded; of others than
+                                                          the first, ours
     <!-- choice RECORD -->...<!-- end -->                 what operators/tests/gpu/choice.py recorded
+    <!-- answer RECORD -->...<!-- end -->                 what a script of results/questions recorded
+    <!-- limits (a line each:) RECORD PROBLEM -->...<!-- end -->  what the least time of these would be on other GPUs
 
 A number inside a sentence has no marker. sentences.txt finds it by the words around it (see sentences.py), and says
 which number it is:
@@ -27,6 +30,8 @@ which number it is:
     cross RECORD PROBLEM: SLOW | RECORD PROBLEM: FAST   the same, across records
     formula RECORD PROBLEM: KERNEL | FORMULA      one number, in four digits
     formula RECORD PROBLEM | FORMULA | FORMAT     or in this format: .1f
+    cell RECORD | ROW | COLUMN | FORMAT           a number of an `answer` record
+    field RECORD | FIELD | FORMAT                 a number that such a record has by itself
     count RECORD | CONDITION                      how many problems of the record it holds for
     repeated GPU | NUMBER | FORMAT                how much times of two runs differ (see repeated)
 
@@ -49,7 +54,7 @@ import sentences
 from record import DAMAGED, Mistake, load, saying_mistakes, what_lacks, write_whole
 
 ROOT = pathlib.Path(__file__).resolve().parent.parent
-KINDS = "table|full|rows|sizes|output|points|peers|operations|counted|python|choice"
+KINDS = "table|full|rows|sizes|output|points|peers|operations|counted|python|choice|answer|limits"
 MARKER = re.compile(
     rf"(?P<open>^<!-- (?P<kind>{KINDS})\s(?P<what>.+?) -->)$"
     r".*?(?P<close>^<!-- end -->)$",
@@ -438,30 +443,38 @@ def sizes(what):
     chosen = []
     for target in targets:
         place, names = target.strip().split(": ")
-        run, problem = problem_of(place)
-        chosen.append((run, problem))
-        ms = [kernel_of(problem, name)["ms"]["median"] for name in names.split(" | ")]
-        cells = [name_with_dims(problem), *map(duration, [problem["limit_ms"], *ms])]
-        cells += [f"{a / b:.2f}x" for a, b in zip(ms, ms[1:])]
-        lines.append("| " + " | ".join(cells) + " |")
+        all_of = record_named(place.removesuffix(" *")) if place.endswith(" *") else None
+        for run, problem in [(all_of, each) for each in all_of["problems"]] if all_of else [problem_of(place)]:
+            chosen.append((run, problem))
+            ms = [kernel_of(problem, name)["ms"]["median"] for name in names.split(" | ")]
+            cells = [name_with_dims(problem), *map(duration, [problem["limit_ms"], *ms])]
+            cells += [f"{a / b:.2f}x" for a, b in zip(ms, ms[1:])]
+            lines.append("| " + " | ".join(cells) + " |")
     lines[:0] = [f"{chosen[0][0]['device']['name']}. {how_several(chosen)}", ""]
     return "\n" + "\n".join(lines) + "\n"
 
 
 def python_table(what):
-    """What operators/tests/gpu/times.py has recorded, a row per operator."""
-    run = record_named(what)
+    """What operators/tests/gpu/times.py has recorded, a row per operator. Of further records ("portable-8.9") there is
+    a column with ours ("ours as 8.9")."""
+    run, *others = map(record_named, what.split())
+    titles = ["PyTorch", "torch.compile", "ours", "PyTorch / ours", "compiled / ours"]
+    titles += [f"ours as {name.rsplit('-', 1)[1]}" for name in what.split()[1:]]
     lines = [f"{run['device']['name']}, PyTorch {run['pytorch']}.", "",
-             "| | PyTorch | torch.compile | ours | PyTorch / ours | compiled / ours |", "|---" + "|--:" * 5 + "|"]
+             f"| | {' | '.join(titles)} |", "|---" + "|--:" * len(titles) + "|"]
     for problem in run["problems"]:
         ms = [kernel_of(problem, name)["ms"]["median"] for name in ("PyTorch", "compiled", "ours")]
         cells = [problem["name"], *map(duration, ms), *(f"{time / ms[2]:.2f}x" for time in ms[:2])]
+        for other in others:
+            own = kernel_of(of_name(other["problems"], problem["name"], "problem"), "ours")
+            cells.append(duration(own["ms"]["median"]))
         lines.append("| " + " | ".join(cells) + " |")
     return "\n" + "\n".join(lines) + "\n"
 
 
 def choice_table(what):
-    """What operators/tests/gpu/choice.py has recorded, a row per function."""
+    """What operators/tests/gpu/choice.py has recorded: a row for each function, for each other library beside it, and for
+    each shape that has a name."""
     run = record_named(what)
     lines = [f"{run['device']['name']}, PyTorch {run['pytorch']}.", "",
              "| | shapes | estimated / tried | above 1.1 | worst | library / ours | below 0.95 | worst |",
@@ -470,11 +483,63 @@ def choice_table(what):
         if of["shapes"] == 0:
             continue
         cells = [name, str(of["shapes"]), f"{of['geometric_mean']:.3f}", f"{of['above_1.1']:.1%}", f"{of['worst']:.2f}"]
-        if "library_shapes" in of:
-            cells += [f"{of['library_geometric_mean']:.2f}", f"{of['library_below_0.95']:.0%}",
-                      f"{of['library_worst']:.2f}"]
-        lines.append("| " + " | ".join(cells + [""] * (8 - len(cells))) + " |")
+        rows = [cells]
+        for library, label in (("library", None), ("flash", "beside FlashAttention")):
+            if f"{library}_shapes" not in of:
+                continue
+            if label:
+                rows.append([f"{name}, {label}", str(of[f"{library}_shapes"]), "", "", ""])
+            rows[-1] += [f"{of[f'{library}_geometric_mean']:.2f}", f"{of[f'{library}_below_0.95']:.0%}",
+                         f"{of[f'{library}_worst']:.2f}"]
+        rows += [[f"{name}, {label}", "1", "", "", "", f"{found['library_ratio']:.2f}"]
+                 for label, found in of.get("named", {}).items()]
+        lines += ["| " + " | ".join(row + [""] * (8 - len(row))) + " |" for row in rows]
     return "\n" + "\n".join(lines) + "\n"
+
+
+def answer_table(what):
+    """What a script of results/questions has recorded."""
+    run = record_named(what)
+    lines = [f"{run['device']['name']}. {run['caption']}; commit {run['commit'][:9]}.", "",
+             f"| {' | '.join(run['columns'])} |", "|---" + "|--:" * (len(run["columns"]) - 1) + "|"]
+    for name, *cells in run["rows"]:
+        shown = ["" if each is None else each if isinstance(each, str) else f"{float(f'{each:.3g}'):g}"
+                 for each in cells]
+        lines.append("| " + " | ".join([name, *shown]) + " |")
+    return "\n" + "\n".join(lines) + "\n"
+
+
+def limits_table(what):
+    """The least times of problems, computed for each GPU of results/gpus.json: from its data sheet, and from what
+    common/device.cpp says of its compute capability."""
+    rates = {f"{major}.{minor}": int(fmas) for major, minor, _, _, fmas in re.findall(
+        r"\{(\d+), (\d+), (\d+), (\d+), (\d+)\}", (ROOT / "common" / "device.cpp").read_text())}
+    problems = [problem_of(line.strip()) for line in what.split("\n")]
+    names = [f"lesson {run['lesson'].split('_')[0]}, {problem['name']}" for run, problem in problems]
+    columns = ["GPU", "compute capability", "TFLOP/s, fp16", "TB/s", "L2, MB", *(f"{name}, ms" for name in names)]
+    lines = [f"| {' | '.join(columns)} |", "|---" + "|--:" * (4 + len(names)) + "|"]
+    for gpu in load(ROOT / "results" / "gpus.json")["gpus"]:
+        flops = 2 * rates[gpu["compute_capability"]] * gpu["sms"] * gpu["clock_mhz"] * 1e6
+        rate = gpu["gb_per_second"] * 1e9
+        cells = [gpu["name"], gpu["compute_capability"], f"{flops / 1e12:.0f}", f"{rate / 1e12:.2f}", str(gpu["l2_mb"])]
+        cells += [f"{1e3 * max(problem['flops'] / flops, problem['min_bytes'] / rate):.2f}" for _, problem in problems]
+        lines.append("| " + " | ".join(cells) + " |")
+    return "\n" + "\n".join(lines) + "\n"
+
+
+def cell(what):
+    """A number of a record of results/questions, as text."""
+    record, row, column, form = what.split(" | ")
+    run = record_named(record)
+    cells = next((each for each in run["rows"] if each[0] == row), None)
+    if cells is None:
+        raise Mistake(f'the record has no row "{row}"')
+    return format(cells[run["columns"].index(column)], form)
+
+
+def field(what):
+    record, name, form = what.split(" | ")
+    return format(record_named(record)[name], form)
 
 
 def formula(what):
@@ -567,9 +632,11 @@ TABLES = {
     "full": lambda what: table(*problem_of(what), full=True),
     "output": lambda what: output(*problem_of(what)),
     "rows": rows, "sizes": sizes, "points": points, "peers": peers_table, "python": python_table,
-    "choice": choice_table, "counted": counts_table, "operations": operations_table,
+    "choice": choice_table, "answer": answer_table, "limits": limits_table, "counted": counts_table,
+    "operations": operations_table,
 }
-NUMBERS = {"value": value, "ratio": ratio, "cross": cross, "formula": formula, "count": count, "repeated": repeated}
+NUMBERS = {"value": value, "ratio": ratio, "cross": cross, "formula": formula, "count": count, "repeated": repeated,
+           "cell": cell, "field": field}
 
 
 def render(match):

@@ -5,6 +5,7 @@
 #include <numeric>
 #include <random>
 
+#include "common/choose/ways.h"
 #include "common/device.h"
 #include "common/measure/cold_cache.h"
 #include "common/measure/event.h"
@@ -33,7 +34,6 @@ Trial try_all(const std::vector<std::function<void()>>& calls, bool cold, float 
   while (calls.size() > 1 && time_of(0) > kLoadMs && std::chrono::steady_clock::now() < settled) {
   }
 
-  constexpr float kHopeless = 1.25;
   int rounds = 1;
   for (int round = 0; candidates.size() > 1 && round < rounds; ++round) {
     float round_ms = 0;

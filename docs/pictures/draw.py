@@ -566,6 +566,80 @@ def tile_backward():
     return picture
 
 
+def attention_backward():
+    """The bonus: which block has what of the gradients, where dQ goes, and in which order."""
+    picture = Picture("A block has some keys and walks over the queries", 1120, 480, 16)
+    picture.text(20, 26, "a block has some keys, and walks over the queries", size=17, bold=True)
+    picture.text(270, 56, "keys", "middle", SOFT)
+    for column in range(4):
+        mine = column == 1
+        picture.box(150 + column * 62, 64, 58, 46, BLUE if mine else PALE, SOFT, "K, V" if mine else "", 3, "#fff")
+        picture.box(150 + column * 62, 120, 58, 212, SKY if mine else "#fff", SOFT, "", 3)
+        picture.box(150 + column * 62, 342, 58, 46, BLUE if mine else PALE, SOFT, "dK, dV" if mine else "", 3, "#fff")
+    for row in range(4):
+        now = row == 2
+        picture.box(60, 120 + row * 54, 80, 50, RUST if now else PALE, SOFT, "Q, dO" if now else "", 3, "#fff")
+        picture.box(420, 120 + row * 54, 80, 50, RUST if now else PALE, SOFT, "dQ" if now else "", 3, "#fff")
+    picture.box(212, 228, 58, 50, SAND, RUST, "P, dS", 3)
+    picture.text(100, 110, "queries", "middle", SOFT)
+    picture.line("M274 253H414", RUST)
+    picture.text(404, 244, "+", "end", RUST, 20, True)
+    picture.line("M241 282V338", BLUE)
+    picture.lines(20, 416, ("K, V and the sums of dK and dV stay on the chip. Of P and dS",
+                            "there is one tile at a time. To each tile of dQ, in memory,",
+                            "all blocks of a head add a part."), 15)
+
+    picture.text(600, 26, "deterministic: parts are added in the order of keys", size=16, bold=True)
+    picture.text(600, 56, "block of", ink=SOFT)
+    tiles = 4
+    for block in range(3):
+        y = 72 + block * 66
+        picture.text(600, y + 32, f"keys {block}", ink=SOFT)
+        for step in range(tiles):
+            tile = tiles - 1 - step
+            marked = tile == 2
+            verb = "store" if block == 0 else "add"
+            picture.box(672 + (step + block) * 70, y, 66, 50, RUST if marked else SAND, None, f"{verb}\ndQ {tile}", 4,
+                        "#fff" if marked else INK)
+    picture.line("M672 282H1100")
+    picture.text(1100, 302, "time", "end")
+    picture.lines(600, 334, ("A block adds to a tile when the tile's count says that the",
+                             "blocks of all keys before have. All take the tiles in the same",
+                             "order. So a block that starts one step later finds its turn come",
+                             "at every step. In the other kernels each block adds at once:",
+                             "then the order, and the last bits, differ from run to run."), 15)
+    return picture
+
+
+def planes():
+    """The bonus on multivectors: who makes the 44 planes, and where they are kept."""
+    picture = Picture("Three ways of 44 planes to a product", 1120, 390, 16)
+    heads = ("who makes planes", "where they are", "who multiplies")
+    for which, head in enumerate(heads):
+        picture.text(250 + which * 300, 28, head, bold=True, size=17)
+    rows = (
+        ("unfused,\nplanes first", "a kernel of its own,\nonce for each row", "memory:\nwritten and read again",
+         "the next kernel:\nthe library, or lesson 3's product"),
+        ("planes in tiles", "each block of a row,\n8 times for 512 features", "its shared memory:\n8 features at a time",
+         "the same block,\nwhen these are made"),
+        ("planes beside", "three warps of each block,\nonce for each row", "memory, or still\nin the L2 cache",
+         "the other warps of all blocks,\nmeanwhile"),
+    )
+    colors = ((SAND, INK), (GREY, INK), (BLUE, "#fff"))
+    for number, (name, *cells) in enumerate(rows):
+        y = 48 + number * 92
+        for line, each in enumerate(name.split("\n")):
+            picture.text(20, y + (44 if "\n" not in name else 34) + line * 22, each, bold=True, size=17)
+        for which, cell in enumerate(cells):
+            fill, ink = colors[which]
+            picture.box(190 + which * 312, y, 272, 74, fill, None, cell, 6, ink)
+            if which < 2:
+                picture.line(f"M{464 + which * 312} {y + 37}H{500 + which * 312}")
+    picture.text(20, 344, "For example, with 512 features a block of planes in tiles has 64 of the result's columns. So eight blocks")
+    picture.text(20, 366, "make the same plane, and while a block makes planes it does not multiply.")
+    return picture
+
+
 def clusters():
     """Who fetches what in a cluster of two, four and eight blocks: primitives/hopper/block_grid.cuh."""
     picture = Picture("Who fetches what in a cluster", 1120, 516, 16)
@@ -697,7 +771,7 @@ def boxes():
 
 PICTURES = {drawn.__name__: drawn
             for drawn in (multiprocessor, owned, fragment, swizzle, ldmatrix, turns, clusters, split_k, slices, mass, gradients,
-                          tile_backward, softmax, boxes, clifford, attention)}
+                          tile_backward, softmax, boxes, clifford, attention, attention_backward, planes)}
 
 
 def main():

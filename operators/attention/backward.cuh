@@ -10,7 +10,7 @@
 
 #include "operators/attention/backward_hopper.cuh"
 #include "operators/attention/backward_portable.cuh"
-#include "operators/operands.h"
+#include "operators/caller.h"
 
 namespace operators::attention {
 
@@ -31,15 +31,15 @@ template <typename T>
 class BackwardLaunches {
  public:
   /// in_order: each number of dQ is added up in the order of the keys.
-  BackwardLaunches(const Workspace& workspace, const BackwardMemory<T>& memory,
+  BackwardLaunches(const Caller& caller, const BackwardMemory<T>& memory,
                    const AttentionShape& shape, float scale, bool in_order)
       : memory_(memory),
         shape_(shape),
         scale_(scale),
-        counts_(workspace.any<unsigned>(static_cast<size_t>(in_order ? counts() : 0))),
-        row_sums_(workspace.any<float>(static_cast<size_t>(rows()))),
-        dq_sums_(workspace.any<float>(static_cast<size_t>(rows_of_sums() * tile_width()))),
-        stream_(workspace.stream) {}
+        counts_(caller.workspace.any<unsigned>(static_cast<size_t>(in_order ? counts() : 0))),
+        row_sums_(caller.workspace.any<float>(static_cast<size_t>(rows()))),
+        dq_sums_(caller.workspace.any<float>(static_cast<size_t>(rows_of_sums() * tile_width()))),
+        stream_(caller.stream) {}
 
   template <class Tile, bool kInOrder>
   void launch_hopper() const {
@@ -156,9 +156,9 @@ class BackwardLaunches {
 template <typename T>
 class AttentionBackward {
  public:
-  AttentionBackward(const Workspace& workspace, const BackwardMemory<T>& memory,
+  AttentionBackward(const Caller& caller, const BackwardMemory<T>& memory,
                     const AttentionShape& shape, float scale, bool in_order)
-      : launches_(workspace, memory, shape, scale, in_order), shape_(shape), in_order_(in_order) {}
+      : launches_(caller, memory, shape, scale, in_order), shape_(shape), in_order_(in_order) {}
 
   std::vector<Way> ways() const {
     const auto of_width = [&]<bool kInOrder>() {

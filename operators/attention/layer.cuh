@@ -17,6 +17,7 @@
 #include "operators/attention/estimate.h"
 #include "operators/attention/hopper.cuh"
 #include "operators/attention/portable.cuh"
+#include "operators/caller.h"
 
 namespace operators::attention {
 
@@ -45,13 +46,13 @@ struct AttentionMemory {
 /// What every launch needs.
 template <typename T>
 struct AttentionLaunches {
-  AttentionLaunches(const Workspace& workspace, const AttentionMemory<T>& memory,
+  AttentionLaunches(const Caller& caller, const AttentionMemory<T>& memory,
                     const AttentionShape& shape, float scale)
       : memory_(memory),
         shape_(shape),
         scale_(scale),
-        counters_(workspace.zeros<unsigned>(2)),
-        stream_(workspace.stream) {}
+        counters_(caller.workspace.zeros<unsigned>(2)),
+        stream_(caller.stream) {}
 
   struct Plan {
     int pack, parts;
@@ -186,10 +187,10 @@ class Attention : AttentionLaunches<T> {
   using Launches::memory_, Launches::parts_, Launches::rows, Launches::shape_;
 
  public:
-  Attention(const Workspace& workspace, const AttentionMemory<T>& memory,
-            const AttentionShape& shape, float scale)
-      : Launches(workspace, memory, shape, scale), all_ways_(workspace.all_ways), ways_(workspace) {
-    plan(workspace);
+  Attention(const Caller& caller, const AttentionMemory<T>& memory, const AttentionShape& shape,
+            float scale)
+      : Launches(caller, memory, shape, scale), ways_(caller.search) {
+    plan(caller);
   }
 
   std::vector<Way> ways() const { return ways_.found(); }
@@ -230,25 +231,27 @@ class Attention : AttentionLaunches<T> {
     return result;
   }
 
-  template <class Tile>
-  void add_hopper(const std::string& name) {
-    for (const Plan& plan : plans(Tile::kRows, Tile::kKeys)) {
-      if ((plan.parts > 1) != Tile::kSplit) continue;
-      const TileCost& cost = cost_of(Tile::kRows, Tile::kKeys, Tile::kWidth, Tile::kBlocks);
-      offer(name, plan, microseconds(cost, plan), static_cast<int>(sizeof(AttentionShared<Tile>)),
-            [self = static_cast<const Launches&>(*this), plan] {
-              self.template launch_hopper<Tile>(plan);
-            });
-    }
-  }
+  using Launch = void (*)(const Launches&, const Plan&);
 
-  template <typename Launch>
-  void offer(const std::string& name, const Plan& plan, double microseconds, int shared_bytes,
-             const Launch& launch) {
-    const auto make = [&] { return Way{name_of(name, plan), microseconds, launch, shared_bytes}; };
-    if (!ways_.offer(microseconds, make)) return;
-    const int64_t part_rows = plan.parts > 1 ? plan.parts * rows() : 0;
-    part_rows_ = all_ways_ ? std::max(part_rows_, part_rows) : part_rows;
+  /// The ways with a tile, of keys in parts or (not `split`) whole.
+  template <class Tile>
+  void add(const std::string& name, int blocks, bool split, int shared_bytes, Launch launch) {
+    add(name, cost_of(Tile::kRows, Tile::kKeys, Tile::kWidth, blocks),
+        plans(Tile::kRows, Tile::kKeys), split, shared_bytes, launch);
+  }
+  void add(const std::string& name, const TileCost& cost, const std::vector<Plan>& plans,
+           bool split, int shared_bytes, Launch launch) {
+    for (const Plan& plan : plans) {
+      if ((plan.parts > 1) != split) continue;
+      const WayId id = way_id({cost.rows, cost.keys, cost.by_wgmma, plan.pack, plan.parts});
+      const bool wanted = ways_.offer(microseconds(cost, plan), id, [&] {
+        return Way{.name = name_of(name, plan),
+                   .launch = [self = static_cast<const Launches&>(*this), plan,
+                              launch] { launch(self, plan); },
+                   .shared_bytes = shared_bytes};
+      });
+      if (wanted) part_rows_ = ways_.most(part_rows_, split ? plan.parts * rows() : 0);
+    }
   }
 
   static std::string name_of(const std::string& name, const Plan& plan) {
@@ -257,15 +260,10 @@ class Attention : AttentionLaunches<T> {
   }
 
   template <class Tile, bool kSplit>
-  void add_portable(const std::string& name) {
-    for (const Plan& plan : plans(Tile::kRows, Tile::kKeys)) {
-      if ((plan.parts > 1) != kSplit) continue;
-      const TileCost& cost = cost_of(Tile::kRows, Tile::kKeys, Tile::kWidth, 0);
-      offer(name, plan, microseconds(cost, plan), Tile::kSharedBytes,
-            [self = static_cast<const Launches&>(*this), plan] {
-              self.template launch_portable<Tile, kSplit>(plan);
-            });
-    }
+  void add_portable() {
+    add<Tile>("mma.sync", 0, kSplit, Tile::kSharedBytes, [](const Launches& of, const Plan& plan) {
+      of.template launch_portable<Tile, kSplit>(plan);
+    });
   }
 
   /// How long it should take. Without a mask all pieces of work are equally long, and come in
@@ -316,10 +314,16 @@ class Attention : AttentionLaunches<T> {
     const auto add = [&]<bool kAligned>() {
       using Tile = PortableTile<T, kWidth, kRows, kKeys, 4, kAligned>;
       static_assert(Tile::kSharedBytes <= 99 << 10);
-      add_portable<Tile, false>("mma.sync");
-      add_portable<Tile, true>("mma.sync");
+      add_portable<Tile, false>();
+      add_portable<Tile, true>();
     };
     aligned() ? add.template operator()<true>() : add.template operator()<false>();
+  }
+
+  template <class Tile>
+  void add_hopper(const std::string& name) {
+    add<Tile>(name, Tile::kBlocks, Tile::kSplit, sizeof(AttentionShared<Tile>),
+              [](const Launches& of, const Plan& plan) { of.template launch_hopper<Tile>(plan); });
   }
 
   /// Tiles of 64 kConsumers rows. kRowStages: see add_short_tiles().
@@ -358,7 +362,7 @@ class Attention : AttentionLaunches<T> {
         "two of 64 x " + std::to_string(kKeys));
   }
 
-  void plan(const Workspace& workspace) {
+  void plan(const Caller& caller) {
     const bool hopper = is_hopper() && aligned();
     if (shape_.width <= 64) {
       if (hopper) {
@@ -393,12 +397,11 @@ class Attention : AttentionLaunches<T> {
     }
     if (part_rows_ > 0) {
       const int64_t width = shape_.width <= 64 ? 64 : shape_.width <= 128 ? 128 : 256;  // of tiles
-      parts_->out = workspace.any<float>(static_cast<size_t>(part_rows_ * width));
-      parts_->sums = workspace.any<PartSum>(static_cast<size_t>(part_rows_));
+      parts_->out = caller.workspace.any<float>(static_cast<size_t>(part_rows_ * width));
+      parts_->sums = caller.workspace.any<PartSum>(static_cast<size_t>(part_rows_));
     }
   }
 
-  const bool all_ways_;
   int64_t part_rows_ = 0;  // the most rows of results that a way leaves in parts
   Ways ways_;
 };

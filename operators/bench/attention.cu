@@ -26,9 +26,9 @@ void add_table(Lesson& lesson, cublasHandle_t blas, const std::string& type,
   if (!why.empty()) lesson.note("cuDNN is left out: " + why + ".");
   const operators::attention::AttentionMemory<T> memory(shape, table->Q, table->K, table->V,
                                                         table->out, {table->lse});
-  const operators::attention::Attention<T> attention(workspace_of(table->problem), memory, shape,
+  const operators::attention::Attention<T> attention({workspace_of(table->problem)}, memory, shape,
                                                      shape.scale());
-  table->kernel("operator", Role::ours, ways_of_row(attention.ways())).needs(80);
+  table->kernel("operator", Role::ours, attention.ways()).needs(80);
   table->problem.compare("operator", "cuDNN", name + ": it runs at % of cuDNN's rate.");
 }
 

@@ -16,8 +16,8 @@ using namespace problems;
 template <Pass kPass>
 void add_operator(DiffusionProblem& table) {
   const FusedDiffusion<kPass> fused(
-      workspace_of(table.problem), [&table] { return table.operands(); }, table.shape);
-  const auto ways = ways_of_row(fused.ways());
+      {workspace_of(table.problem)}, [&table] { return table.operands(); }, table.shape);
+  const auto ways = fused.ways();
   if (ways.empty()) return;
   // How often it rounds to bf16 before the second product: forward mass * basis and spectral,
   // backward only the damped s. The last 1 is the result's rounding.

@@ -17,10 +17,10 @@ using namespace problems;
 // compute capability 9.0 there are fewer.)
 void add_operator(GatingProblem& table) {
   const GatingMemory<half> memory{table.x, table.W1, table.b1, table.W2, table.b2, table.out};
-  const GatedLayer<half> layer(workspace_of(table.problem), memory, table.shape);
-  const auto ways = ways_of_row(layer.ways());
+  const GatedLayer<half> layer({workspace_of(table.problem)}, memory, table.shape);
+  const auto ways = layer.ways();
   if (ways.empty()) return;
-  table.problem.kernel("operator", Role::ours, ways, {.most = 24}).needs(80);
+  table.problem.kernel("operator", Role::ours, ways, 24).needs(80);
   table.problem.compare("operator", "cuBLASLt + one kernel",
                         table.problem.name + ": % times as fast as the library.");
 }

@@ -18,8 +18,8 @@ using namespace operators::gradients;
 template <Pass kPass>
 bool add_operator(GradientsProblem& table) {
   const GradientFeatures<kPass> features(
-      workspace_of(table.problem), [&table] { return table.operands(); }, table.shape);
-  const auto ways = ways_of_row(features.ways());
+      {workspace_of(table.problem)}, [&table] { return table.operands(); }, table.shape);
+  const auto ways = features.ways();
   if (ways.empty()) return false;
   table.problem.kernel("operator", Role::ours, ways)
       .hopper_only()

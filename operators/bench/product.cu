@@ -70,8 +70,8 @@ struct ProductTable {
   // A row of the operator, if it has a way on this device.
   template <class Product>
   Kernel* add(const char* name, const ProductShape& shape) const {
-    Product product(workspace_of(problem), A, B, C, shape);
-    const auto ways = ways_of_row(product.ways());
+    Product product({workspace_of(problem)}, A, B, C, shape);
+    const auto ways = product.ways();
     if (ways.empty()) return nullptr;
     problem.compare(name, "cuBLASLt, best",
                     problem.name + ", " + name + ": it runs at % of cuBLASLt's rate.");

@@ -24,9 +24,6 @@
 using namespace problems;
 using namespace operators::softmax;
 
-// At most kMostWays ways of a row, those with the lowest estimates, are tried.
-constexpr Tries kTries = {.most = kMostWays, .hopeless = kHopeless};
-
 // logits (B, C) = x W by cuBLAS; row-major: W and x swapped, see lesson 4.
 void library_product(cublasHandle_t blas, const float* x, const float* W, float* logits,
                      const SoftmaxShape& shape, cublasComputeType_t compute) {
@@ -69,7 +66,7 @@ struct SoftmaxTable : SoftmaxProblem {
       add_product("cuBLASLt, candidate " + std::to_string(i),
                   [=, *this] { product->call(i, x, W, logits); });
     }
-    add("library", Role::library, tf32 ? 80 : 0, ways, kTries);
+    add("library", Role::library, tf32 ? 80 : 0, ways, kMostWays);
   }
 
   // A row for the operator's unfused ways and one for its fused ways; with each_kind two for each
@@ -82,12 +79,12 @@ struct SoftmaxTable : SoftmaxProblem {
                                                                : "";
     const auto add_both = [&](const std::string& row, int needs, const auto& ways) {
       if (!ways.unfused.empty()) {
-        add("unfused" + row, Role::ours, needs, ways_of_row(ways.unfused), kTries);
+        add("unfused" + row, Role::ours, needs, ways.unfused, kMostWays);
         problem.compare("unfused" + row, "library",
                         name + row + ": unfused against library, % times as fast.");
       }
       if (ways.fused.empty()) return;
-      add("fused" + row, Role::ours, needs, ways_of_row(ways.fused), kTries);
+      add("fused" + row, Role::ours, needs, ways.fused, kMostWays);
       problem.compare("fused" + row, "unfused" + row,
                       name + row + ": fused against unfused, % times as fast.");
     };
@@ -103,7 +100,7 @@ void add_table(Lesson& lesson, cublasHandle_t blas, About about, const SoftmaxSh
   const SoftmaxTable table(lesson, about, shape);
   table.verify(blas, lesson.flag("--hard-rows"));
   table.add_library(blas);
-  const SoftmaxProduct product(workspace_of(table.problem), table.x, table.W, table.probs, shape);
+  const SoftmaxProduct product({workspace_of(table.problem)}, table.x, table.W, table.probs, shape);
   const bool each_kind = lesson.flag("--kinds");
   if (about != About::fp32) table.add_operator(product, Math::tf32, each_kind);
   if (about == About::tf32) return;

@@ -6,6 +6,7 @@
 #include <string>
 #include <vector>
 
+#include "operators/caller.h"
 #include "operators/clifford/streamed.cuh"
 #include "operators/estimate.h"
 
@@ -69,8 +70,8 @@ Streamed streamed_forward(const TensorsOf<T>& of) {
   const int blocks = streamed_grid(kernel, shape, bytes, of.layer);
   if (blocks == 0) return {};
   const auto launch = [=] {
-    launch_clusters_on(of.workspace.stream, kernel, shape.blocks, true, blocks, shape.threads,
-                       bytes, of.x, of.y, of.w, of.out, of.layer, shape);
+    launch_clusters_on(of.stream, kernel, shape.blocks, true, blocks, shape.threads, bytes, of.x,
+                       of.y, of.w, of.out, of.layer, shape);
   };
   return {{streamed_way<A, T>(shape, blocks, of.layer, 3, bytes, launch)}};
 }
@@ -95,9 +96,9 @@ Streamed streamed_backward(const TensorsOf<T>& of, const GradientsOf<T, D>& d) {
   const auto partials = of.workspace.template any<float>(
       static_cast<size_t>(blocks / shape.blocks) * shape.rows() * of.w.size());
   const auto launch = [=] {
-    launch_clusters_on(of.workspace.stream, kernel, shape.blocks, false, blocks, shape.threads,
-                       bytes, of.x, of.y, of.w, d.d_out, d.dx, d.dy, partials, of.layer, shape);
-    add_up_weights<A>(d, partials, of.layer, of.workspace.stream);
+    launch_clusters_on(of.stream, kernel, shape.blocks, false, blocks, shape.threads, bytes, of.x,
+                       of.y, of.w, d.d_out, d.dx, d.dy, partials, of.layer, shape);
+    add_up_weights<A>(d, partials, of.layer, of.stream);
   };
   return {{streamed_way<A, T>(shape, blocks, of.layer, 5, bytes, launch)}, partials.bytes()};
 }

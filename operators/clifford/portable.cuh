@@ -6,6 +6,7 @@
 #include <string>
 #include <vector>
 
+#include "operators/caller.h"
 #include "operators/clifford/on_chip.cuh"
 #include "operators/clifford/rows_twice.cuh"
 #include "operators/estimate.h"
@@ -64,7 +65,7 @@ std::vector<Way> forward_way_on_chip(const CliffordTensors& of, int stages) {
   const int bytes = static_cast<int>(Stages::bytes(shape, stages));
   const int blocks = blocks_that_stay(kernel, shape, bytes, of.layer);
   const auto launch = [=] {
-    forward_on_chip<A, W, kVector><<<blocks, shape.threads, bytes, of.workspace.stream>>>(
+    forward_on_chip<A, W, kVector><<<blocks, shape.threads, bytes, of.stream>>>(
         of.x, of.y, of.w, of.out, of.layer, shape, stages);
   };
   return {{"row on chip: blocks of " + std::to_string(shape.threads) +
@@ -84,8 +85,8 @@ std::vector<Way> portable_forward(const CliffordTensors& of) {
     if (!ways.empty()) return ways;
   }
   const auto launch = [=] {
-    forward_twice<A><<<of.layer.batch, kTwiceThreads, 0, of.workspace.stream>>>(of.x, of.y, of.w,
-                                                                                of.out, of.layer);
+    forward_twice<A>
+        <<<of.layer.batch, kTwiceThreads, 0, of.stream>>>(of.x, of.y, of.w, of.out, of.layer);
   };
   return {
       {"row read twice", portable_microseconds<A>(of.layer, of.layer.normed ? 4 : 3), launch, 0}};
@@ -105,9 +106,9 @@ std::vector<Way> backward_way_on_chip(const CliffordTensors& of, const CliffordG
   const auto partials =
       of.workspace.any<float>(static_cast<size_t>(blocks) * shape.rows() * of.w.size());
   const auto launch = [=] {
-    backward_on_chip<A, W, kVector, kStaged><<<blocks, shape.threads, bytes, of.workspace.stream>>>(
+    backward_on_chip<A, W, kVector, kStaged><<<blocks, shape.threads, bytes, of.stream>>>(
         of.x, of.y, of.w, d.d_out, d.dx, d.dy, partials, of.layer, shape);
-    add_up_weights<A>(d, partials, of.layer, of.workspace.stream);
+    add_up_weights<A>(d, partials, of.layer, of.stream);
   };
   return {{"row on chip: blocks of " + std::to_string(shape.threads) +
                " threads, staged: " + std::to_string(kStaged),
@@ -126,12 +127,12 @@ std::vector<Way> portable_backward(const CliffordTensors& of, const CliffordGrad
   const auto partials = of.workspace.any<float>(strips(of.layer) * of.w.size());
   const auto launch = [=] {
     if (of.layer.normed) {
-      gradient_sums<A><<<of.layer.batch, kTwiceThreads, 0, of.workspace.stream>>>(
-          of.x, of.y, of.w, d.d_out, sums, of.layer);
+      gradient_sums<A><<<of.layer.batch, kTwiceThreads, 0, of.stream>>>(of.x, of.y, of.w, d.d_out,
+                                                                        sums, of.layer);
     }
-    gradients_of_strip<A><<<strip_blocks(of.layer), kStripFeatures, 0, of.workspace.stream>>>(
+    gradients_of_strip<A><<<strip_blocks(of.layer), kStripFeatures, 0, of.stream>>>(
         of.x, of.y, of.w, d.d_out, sums, d.dx, d.dy, partials, of.layer);
-    add_up_weights<A>(d, partials, of.layer, of.workspace.stream);
+    add_up_weights<A>(d, partials, of.layer, of.stream);
   };
   return {
       {"row read twice", portable_microseconds<A>(of.layer, of.layer.normed ? 8 : 5), launch, 0}};

@@ -31,6 +31,8 @@ struct TensorsOf {
   Memory<float> w;
   Memory<T> out;
   Workspace workspace;
+  cudaStream_t stream = nullptr;
+  bool alone = true;  ///< see Caller
   double bytes() const { return x.bytes() + y.bytes() + w.bytes() + out.bytes(); }
 };
 template <typename T, typename D>

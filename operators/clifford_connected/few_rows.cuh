@@ -227,28 +227,27 @@ struct Few {
     const Layer& layer = of.layer;
     if (pitch != layer.features) {
       const int threads = std::min(pitch, 256);
-      round_weights<<<dim3(ceil_div(pitch, threads), pitch, A::kTriples), threads, 0,
-                      of.workspace.stream>>>(of.w, weights.data(), layer.features, pitch);
+      round_weights<<<dim3(ceil_div(pitch, threads), pitch, A::kTriples), threads, 0, of.stream>>>(
+          of.w, weights.data(), layer.features, pitch);
     }
     PlaneMaker<A> maker{of.x, of.y, planes, chunk, 1, 0};
     maker.together = chunk.row_blocks();
     maker.before = maker.units();
-    launch_clusters_on(of.workspace.stream, make_ready<A>, 1, true, maker.before / 4, 128, 0, maker,
+    launch_clusters_on(of.stream, make_ready<A>, 1, true, maker.before / 4, 128, 0, maker,
                        maker.before / 4, WeightTransposer<A>{}, static_cast<unsigned*>(nullptr), 0);
-    multiply_tf32(of.workspace, left(), {planes, int64_t{kPlanes<A>} * chunk.pitch, chunk.stride},
-                  plan, work<true>(partials.data(), splits));
+    multiply_tf32(of, left(), {planes, int64_t{kPlanes<A>} * chunk.pitch, chunk.stride}, plan,
+                  work<true>(partials.data(), splits));
     if (!layer.normed && splits == 1) return;
-    launch_clusters_on(of.workspace.stream,
-                       layer.features % 4 == 0 ? finish_rows<A, 4> : finish_rows<A, 1>, 1, true,
-                       dim3(layer.batch, A::kGrades), 256, 0, static_cast<const float*>(partials),
-                       splits, of.out.data(), inverses, layer);
+    launch_clusters_on(of.stream, layer.features % 4 == 0 ? finish_rows<A, 4> : finish_rows<A, 1>,
+                       1, true, dim3(layer.batch, A::kGrades), 256, 0,
+                       static_cast<const float*>(partials), splits, of.out.data(), inverses, layer);
   }
   /// Computes the planes' gradients d.
   void gradients(const float* d_out, const float* inverses, float* d) const {
-    result_gradients<A><<<chunk.pitch, 256, 0, of.workspace.stream>>>(
-        of.out, d_out, inverses, dz, 0, chunk.stride, chunk.matrix(), of.layer);
-    multiply_tf32(of.workspace, left(), {dz, int64_t{A::kBlades} * chunk.pitch, chunk.stride},
-                  plan_gradients, work<false>(d, 1));
+    result_gradients<A><<<chunk.pitch, 256, 0, of.stream>>>(of.out, d_out, inverses, dz, 0,
+                                                            chunk.stride, chunk.matrix(), of.layer);
+    multiply_tf32(of, left(), {dz, int64_t{A::kBlades} * chunk.pitch, chunk.stride}, plan_gradients,
+                  work<false>(d, 1));
   }
 
   static constexpr double kBytesPerCycle = 2280;  // an estimate of what memory moves

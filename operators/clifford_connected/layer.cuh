@@ -106,7 +106,7 @@ struct Ready {
     const int plane_blocks = std::max(planes_of.before / 4, 1);
     const WeightTransposer<A> transposer{of.w,   weights, plain_weights, of.layer.features,
                                          stride, {}};
-    launch_clusters_on(of.workspace.stream, make_ready<A>, 1, true,
+    launch_clusters_on(of.stream, make_ready<A>, 1, true,
                        plane_blocks + (first ? transposer.blocks() : 0), 128, 0, planes_of,
                        plane_blocks, transposer, made.data(), static_cast<int>(made.size()));
   }
@@ -120,9 +120,9 @@ struct Ready {
     for (int first = 0; first < of.layer.batch; first += rows) {
       const Chunk piece = chunk(first);
       prepare(piece, kBeside, first == 0, plain_weights);
-      multiply_tf32(of.workspace, {planes, int64_t{kPlanes<A>} * piece.pitch, stride},
+      multiply_tf32(of, {planes, int64_t{kPlanes<A>} * piece.pitch, stride},
                     {weights, int64_t{A::kTriples} * stride, stride}, plan, work(piece));
-      normalize_rest_of(norm(piece), of.workspace.stream);
+      normalize_rest_of(norm(piece), of.stream);
     }
   }
 
@@ -185,28 +185,25 @@ struct ReadyBackward {
       const Chunk chunk = forward.chunk(first);
       const Tf32Factor dz_of{dz, int64_t{A::kBlades} * chunk.stride, chunk.pitch};
       launch_clusters_on(
-          of.workspace.stream,
-          features % 4 == 0 ? turn_result_gradients<A, 4> : turn_result_gradients<A, 1>, 1, true,
-          dim3(chunk.pitch / kResultRows, A::kGrades), kResultThreads, 0,
+          of.stream, features % 4 == 0 ? turn_result_gradients<A, 4> : turn_result_gradients<A, 1>,
+          1, true, dim3(chunk.pitch / kResultRows, A::kGrades), kResultThreads, 0,
           static_cast<const float*>(of.out), static_cast<const float*>(d.d_out),
           static_cast<const float*>(forward.inverses), dz.data(), chunk);
       if (first != last_chunk()) forward.prepare(chunk, false, false, nullptr);
-      multiply_tf32(of.workspace, {forward.planes, int64_t{kPlanes<A>} * chunk.pitch, chunk.stride},
-                    dz_of, plan_weights, weight_work(chunk));
+      multiply_tf32(of, {forward.planes, int64_t{kPlanes<A>} * chunk.pitch, chunk.stride}, dz_of,
+                    plan_weights, weight_work(chunk));
       if (forward.few.used) {
         forward.few.gradients(d.d_out, forward.inverses, forward.planes);
       } else {
-        multiply_tf32(of.workspace, dz_of,
-                      {weights, int64_t{A::kTriples} * chunk.stride, chunk.stride}, plan_planes,
-                      plane_work(chunk));
+        multiply_tf32(of, dz_of, {weights, int64_t{A::kTriples} * chunk.stride, chunk.stride},
+                      plan_planes, plane_work(chunk));
       }
       const int width = features % 2 == 0 ? 2 : 1;
-      launch_clusters_on(of.workspace.stream,
-                         width == 2 ? take_planes_apart<A, 2> : take_planes_apart<A, 1>, 1, true,
-                         dim3(ceil_div(features, 128 * width), chunk.rows), 128, 0,
+      launch_clusters_on(of.stream, width == 2 ? take_planes_apart<A, 2> : take_planes_apart<A, 1>,
+                         1, true, dim3(ceil_div(features, 128 * width), chunk.rows), 128, 0,
                          PlaneTaker<A>{of.x, of.y, forward.planes, d.dx, d.dy, chunk});
     }
-    add_partials(d, partials, splits, of.workspace.stream);
+    add_partials(d, partials, splits, of.stream);
   }
 
   Ready<A, kBeside> forward;

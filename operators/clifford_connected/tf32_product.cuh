@@ -23,6 +23,7 @@
 #include <algorithm>
 #include <vector>
 
+#include "operators/clifford/tensors.h"
 #include "operators/product/tf32.cuh"
 #include "primitives/early_launch.cuh"
 #include "primitives/spin.cuh"
@@ -300,7 +301,7 @@ struct Tf32Factor {
 /// Launches the product with the tile of the plan. Blocks may wait for one another: where a launch
 /// is not alone they start together, and the launch fails if the device has no room for all.
 template <typename Make>
-void multiply_tf32(const Workspace& workspace, const Tf32Factor& a, const Tf32Factor& b,
+void multiply_tf32(const CliffordTensors& of, const Tf32Factor& a, const Tf32Factor& b,
                    const TilePlan& plan, Make make) {
   with_tile(plan, [&](auto size) {
     using Task = decltype(make(size, 1));
@@ -313,8 +314,8 @@ void multiply_tf32(const Workspace& workspace, const Tf32Factor& a, const Tf32Fa
                         : batch_map<float>(a.data, a.matrices, a.rows, a.cols, Tile::kRowsA, true),
                     tensor_map<float>(b.data, b.rows, b.cols, Tile::kRowsB), task};
     constexpr bool kWaits = requires { Task::kWaits; };
-    const Start start = kWaits && !workspace.alone ? Start::together : Start::early;
-    launch_clusters_on(workspace.stream, product::product<Work>, 1, start,
+    const Start start = kWaits && !of.alone ? Start::together : Start::early;
+    launch_clusters_on(of.stream, product::product<Work>, 1, start,
                        Tile::kBlocks * static_cast<unsigned>(clusters), Tile::kThreads,
                        sizeof(typename Tile::Shared), work);
   });

@@ -83,25 +83,24 @@ struct CrossEntropyGradients {
 };
 
 template <typename T>
-std::vector<Way> cross_entropy_gradients(const Workspace& workspace,
-                                         const CrossEntropyGradients<T>& of,
+std::vector<Way> cross_entropy_gradients(const Caller& caller, const CrossEntropyGradients<T>& of,
                                          const softmax::SoftmaxShape& shape,
                                          const softmax::ProductSteps<T>& multiply) {
   const int rows = static_cast<int>(shape.rows), classes = static_cast<int>(shape.classes);
   const int64_t g_stride = softmax::pitch<T>(classes);
-  const auto g = workspace.any<T>(static_cast<size_t>(shape.rows * g_stride));
+  const auto g = caller.workspace.any<T>(static_cast<size_t>(shape.rows * g_stride));
   const int threads = classes <= softmax::kShortRow ? 32 : kGradientThreads;
   const auto kernel = threads == 32 ? loss_gradients<32, T> : loss_gradients<kGradientThreads, T>;
   const dim3 grid(blocks_for(rows, kGradientThreads / threads),
                   blocks_for(classes, threads * kGradientsEach));
-  const Way make_g = {
-      "", softmax::microseconds_to_move((sizeof(float) + sizeof(T)) * shape.logits()),
-      [=, stream = workspace.stream] {
-        kernel<<<grid, kGradientThreads, 0, stream>>>(of.logits, of.log_sums, of.labels.data(),
-                                                      of.d_losses, g, rows, classes, g_stride);
-      },
-      0};
-  return softmax::layer_gradients<T>(workspace, {of.x, of.w, of.d_x, of.d_w, g, make_g}, shape,
+  const Way make_g = {"", microseconds_to_move((sizeof(float) + sizeof(T)) * shape.logits()),
+                      [=, stream = caller.stream] {
+                        kernel<<<grid, kGradientThreads, 0, stream>>>(of.logits, of.log_sums,
+                                                                      of.labels.data(), of.d_losses,
+                                                                      g, rows, classes, g_stride);
+                      },
+                      0};
+  return softmax::layer_gradients<T>(caller, {of.x, of.w, of.d_x, of.d_w, g, make_g}, shape,
                                      multiply);
 }
 

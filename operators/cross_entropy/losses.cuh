@@ -16,9 +16,9 @@
 #include <vector>
 
 #include "operators/cross_entropy/labels.cuh"
+#include "operators/estimate.h"
 #include "operators/softmax/logits.cuh"
 #include "operators/softmax/rows.cuh"
-#include "operators/softmax/steps.h"
 #include "primitives/launch.h"
 
 namespace operators::cross_entropy {
@@ -108,13 +108,14 @@ struct CrossEntropy {
 };
 
 /// The losses, after the product that leaves their logits, as one way.
-inline Way cross_entropy(const Workspace& workspace, const CrossEntropy& of,
+inline Way cross_entropy(const Caller& caller, const CrossEntropy& of,
                          const softmax::SoftmaxShape& shape, const softmax::LogitsWay& product) {
   const int64_t B = shape.rows, C = shape.classes;
   const bool has_parts = product.slices == 1 && product.count > 0, is_long = C > kPartColumns;
   const int count = has_parts ? product.count : static_cast<int>(blocks_for(C, kPartColumns));
-  const auto parts = has_parts ? product.parts : workspace.any<float2>(is_long ? B * count : 1);
-  const auto launch = [=, slices = product.slices, stream = workspace.stream,
+  const auto parts =
+      has_parts ? product.parts : caller.workspace.any<float2>(is_long ? B * count : 1);
+  const auto launch = [=, slices = product.slices, stream = caller.stream,
                        sliced = product.slices > 1 ? product.sliced : of.logits] {
     const Losses result = {of.labels.data(), of.losses, of.log_sums, static_cast<int>(C)};
     const auto rows = static_cast<unsigned>(B);
@@ -137,8 +138,8 @@ inline Way cross_entropy(const Workspace& workspace, const CrossEntropy& of,
         of.logits, parts, result, static_cast<int>(B), count);
   };
   const double read = has_parts ? 2.0 * static_cast<double>(B) * count : shape.logits();
-  const double moved = softmax::microseconds_to_move(sizeof(float) * read);
-  return softmax::in_turn(product.way.name, {product.way, {"", moved, launch, 0}});
+  const double moved = microseconds_to_move(sizeof(float) * read);
+  return in_turn(product, {product, {"", moved, launch, 0}});
 }
 
 }  // namespace operators::cross_entropy

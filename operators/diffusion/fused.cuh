@@ -16,6 +16,7 @@
 #include <functional>
 #include <vector>
 
+#include "operators/caller.h"
 #include "operators/device_facts.h"
 #include "operators/diffusion/one_launch.cuh"
 #include "operators/estimate.h"
@@ -92,11 +93,11 @@ __global__ void __launch_bounds__(kThreads)
 template <Pass kPass>
 class FusedDiffusion {
  public:
-  FusedDiffusion(const Workspace& workspace, std::function<DiffusionOperands()> operands,
+  FusedDiffusion(const Caller& caller, std::function<DiffusionOperands()> operands,
                  DiffusionShape shape)
       : operands_(std::move(operands)), shape_(shape) {
     if (shape.E > kMostEigen || shape.W > kMostWidth) return;
-    shape.meshes > 1 ? choose<true>(workspace) : choose<false>(workspace);
+    shape.meshes > 1 ? choose<true>(caller) : choose<false>(caller);
   }
 
   /// One way; or none, if E or W is too large, or the device has no room for a cluster.
@@ -114,7 +115,7 @@ class FusedDiffusion {
   /// a cluster for each mesh, on no more. With many rows the wide tile is taken, since wide blocks
   /// read the basis less often. In a batch the rows of up to 32 meshes are counted.
   template <bool kBatch>
-  void choose(const Workspace& workspace) {
+  void choose(const Caller& caller) {
     const auto [V, E, W, meshes] = shape_;
     using Deep = OneLaunchTile<256, 64, 5, kBatch>;
     using Narrow = OneLaunchTile<128, 64, 9, kBatch>;
@@ -124,7 +125,7 @@ class FusedDiffusion {
       narrow = columns_of_tiles<Narrow>() <
                columns_of_tiles<Wide>() + (kPass == Pass::backward && meshes > 32);
     }
-    E > 128 ? plan<Deep>(workspace) : narrow ? plan<Narrow>(workspace) : plan<Wide>(workspace);
+    E > 128 ? plan<Deep>(caller) : narrow ? plan<Narrow>(caller) : plan<Wide>(caller);
   }
 
   /// How many columns of tiles a block works on: those of one mesh, or of several, one after
@@ -159,7 +160,7 @@ class FusedDiffusion {
   /// together, and not early. (In one stream two of these cannot wait for each other: the blocks of
   /// the next one start when all blocks of this one run.)
   template <class Tile>
-  void plan(const Workspace& workspace) {
+  void plan(const Caller& caller) {
     constexpr int kBytes = sizeof(OneLaunchShared<Tile>);
     constexpr bool kMeshTimes = Tile::kBatch && kPass == Pass::backward;
     const auto [V, E, W, meshes] = shape_;
@@ -169,17 +170,15 @@ class FusedDiffusion {
     const unsigned blocks = blocks_for(W, Tile::kColumns);
     const int64_t tiles = blocks_for(V, 64);
     const unsigned clusters = persistent(tiles, std::max<int64_t>(1, fit / meshes));
-    const auto arrivals = workspace.zeros<unsigned>(blocks * meshes);
-    const auto totals = workspace.zeros<float4>(size_t{2} * Tile::kQuads * blocks * meshes);
-    const auto mesh_d_times = workspace.any<float>(kMeshTimes ? meshes * W : 1);
+    const auto arrivals = caller.workspace.zeros<unsigned>(blocks * meshes);
+    const auto totals = caller.workspace.zeros<float4>(size_t{2} * Tile::kQuads * blocks * meshes);
+    const auto mesh_d_times = caller.workspace.any<float>(kMeshTimes ? meshes * W : 1);
     vertices_of_a_block_ = 64 * ceil_div(tiles, int64_t{clusters});
     workspace_bytes_ = arrivals.bytes() + totals.bytes() + (kMeshTimes ? mesh_d_times.bytes() : 0);
 
     const dim3 grid(blocks, clusters, static_cast<unsigned>(meshes));
-    const Start start = workspace.alone ? Start::early
-                        : clusters > 1  ? Start::together
-                                        : Start::usual;
-    const auto launch = [=, at = operands_, W = static_cast<int>(W), stream = workspace.stream] {
+    const Start start = caller.alone ? Start::early : clusters > 1 ? Start::together : Start::usual;
+    const auto launch = [=, at = operands_, W = static_cast<int>(W), stream = caller.stream] {
       constexpr int kThreads = 64;
       const DiffusionOperands in = at();
       const DiffusionMaps maps = Tile::kBatch ? DiffusionMaps(in, grid.z) : DiffusionMaps(in);

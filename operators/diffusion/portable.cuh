@@ -7,6 +7,7 @@
 #include <string>
 #include <vector>
 
+#include "operators/caller.h"
 #include "operators/diffusion/split_k.cuh"
 #include "operators/estimate.h"
 
@@ -21,9 +22,9 @@ class PortableDiffusion {
   /// the GPU, and less has to be written and added up. Large tiles are taken if a slice has more
   /// than 16 steps of theirs. In expand_spectrum, a wide tile needs 96 KB of shared memory with E =
   /// 128. A device where a block cannot have that much takes the narrow one.
-  PortableDiffusion(const Workspace& workspace, std::function<DiffusionOperands()> operands,
+  PortableDiffusion(const Caller& caller, std::function<DiffusionOperands()> operands,
                     DiffusionShape shape)
-      : workspace_(workspace), operands_(std::move(operands)), shape_(shape) {
+      : caller_(caller), operands_(std::move(operands)), shape_(shape) {
     using Large = ProjectTile<128, 2, 4, 2>;
     using Small = ProjectTile<64, 2, 2, 4>;
     using Wide = ExpandTile<64, 128, 2, 2, 3>;
@@ -72,11 +73,12 @@ class PortableDiffusion {
                     columns, z);
     const bool backward = kPass == Pass::backward;
     const int time_rows = backward ? static_cast<int>(second.y * z) : 0;
-    const auto sums = workspace_.template any<float>(slices * shape_.spectrum_values());
+    const auto sums = caller_.workspace.template any<float>(slices * shape_.spectrum_values());
     const auto spectrum =
-        workspace_.template any<__nv_bfloat16>(backward ? shape_.spectrum_values() : 1);
-    const auto time_sums = workspace_.template any<float>(std::max<int64_t>(1, time_rows * W));
-    const auto launch = [=, at = operands_, stream = workspace_.stream] {
+        caller_.workspace.template any<__nv_bfloat16>(backward ? shape_.spectrum_values() : 1);
+    const auto time_sums =
+        caller_.workspace.template any<float>(std::max<int64_t>(1, time_rows * W));
+    const auto launch = [=, at = operands_, stream = caller_.stream] {
       DiffusionOperands in = at();
       if (backward) in.spectrum = spectrum;
       project_slices<kPass, Project>
@@ -94,7 +96,7 @@ class PortableDiffusion {
                      std::max(Project::kSharedBytes, expand_bytes)});
   }
 
-  Workspace workspace_;
+  Caller caller_;
   std::function<DiffusionOperands()> operands_;
   DiffusionShape shape_;
   std::vector<Way> ways_;

@@ -120,48 +120,46 @@ struct GatingGradients {
 template <typename T>
 class GatedLayerBackward {
  public:
-  GatedLayerBackward(const Workspace& workspace, const GatingMemory<T>& of,
-                     const GatingGradients<T>& d, const GatingShape& shape,
-                     const ProductWays<T>& multiply)
-      : workspace_(workspace), of_(of), d_(d), M(shape.rows), K(shape.channels), H(shape.hidden) {
+  GatedLayerBackward(const Caller& caller, const GatingMemory<T>& of, const GatingGradients<T>& d,
+                     const GatingShape& shape, const ProductWays<T>& multiply)
+      : caller_(caller), of_(of), d_(d), M(shape.rows), K(shape.channels), H(shape.hidden) {
     const auto product_of = [&](const Memory<T>& a, const Memory<T>& b, const Memory<T>& c,
                                 int64_t m, int64_t n, int64_t k, product::RowStrides strides) {
-      const Way best =
-          best_product(workspace, multiply, a, b, c,
-                       {static_cast<int>(m), static_cast<int>(n), static_cast<int>(k)}, strides);
-      return Step{best.microseconds, best.launch, best.shared_bytes};
+      return best_product(caller, multiply, a, b, c,
+                          {static_cast<int>(m), static_cast<int>(n), static_cast<int>(k)}, strides);
     };
-    const auto any = [&](int64_t count) { return workspace.any<T>(static_cast<size_t>(count)); };
+    const auto any = [&](int64_t count) {
+      return caller.workspace.any<T>(static_cast<size_t>(count));
+    };
     const int64_t rows = aligned(M), channels = aligned(K);  // of transposed matrices
     const Memory<T> sums = any(M * 2 * pitch);               // [s | v] and [dS | dV]
     const Memory<T> x_t = any(K * rows), W_t = any(2 * pitch * channels);
     const Memory<T> s = kHalves ? sums : any(M * H), v = kHalves ? second(sums) : any(M * H);
     const int64_t stride = kHalves ? 2 * pitch : 0;
-    const std::vector<Step> steps = {
+    const std::vector<Way> steps = {
         product_of(of.x, of.W1, s, M, H, K, {of.x_stride, 0, stride}),
         product_of(of.x, of.W2, v, M, H, K, {of.x_stride, 0, stride}),
         gates(s, v, sums, W_t, channels),
         product_of(sums, W_t, d.d_x, M, K, 2 * pitch, {0, dense(channels, K), 0}),
     };
-    const Step transposed = {2 * read_x() + kFirstLaunch, [=, *this] {
-                               product::launch_transpose<T>({of_.x, M, K, x_stride()},
-                                                            {x_t, K, rows, rows},
-                                                            workspace_.stream);
-                             }};
+    const Way transposed = {"", 2 * read_x() + kFirstLaunch, [=, *this] {
+                              product::launch_transpose<T>({of_.x, M, K, x_stride()},
+                                                           {x_t, K, rows, rows}, caller_.stream);
+                            }};
     if constexpr (kHalves) {
       const product::RowStrides strides{dense(rows, M), 2 * pitch, 0};
-      offer("five products and their gates between them", steps,
+      offer(Weights::by_products, "five products and their gates between them", steps,
             {transposed, product_of(x_t, sums, d.d_W1, K, H, M, strides),
              product_of(x_t, second(sums), d.d_W2, K, H, M, strides)});
       if (K % 8 != 0) return;  // else pieces of 16 bytes end where rows end
-      offer("three products and their gates, weights from slices of the rows", steps,
-            {weights_from_slices(sums)});
+      offer(Weights::from_slices, "three products and their gates, weights from slices of the rows",
+            steps, {weights_from_slices(sums)});
     } else {
       const Memory<float> both = any(K * 2 * pitch);
-      offer("four products and their gates between them", steps,
+      offer(Weights::by_products, "four products and their gates between them", steps,
             {transposed,
              product_of(x_t, sums, both, K, 2 * pitch, M, {}),
-             {kFirstLaunch + 16 * static_cast<double>(K * pitch) / memory_rate(),
+             {"", kFirstLaunch + 16 * static_cast<double>(K * pitch) / memory_rate(),
               [=, *this] { add_weights(both.data(), 1); }}});
     }
   }
@@ -170,12 +168,8 @@ class GatedLayerBackward {
   const std::vector<Way>& ways() const { return ways_; }
 
  private:
-  struct Step {
-    double microseconds = 0;
-    std::function<void()> launch;
-    int shared_bytes = 0;
-  };
   static constexpr bool kHalves = sizeof(T) == 2;
+  enum class Weights : int64_t { by_products, from_slices };  ///< how their gradients are computed
   /// What rows of 2-byte elements are a multiple of, so that no product copies them; for fp32 all
   /// is dense, as FK_FLOAT32's products want it.
   static constexpr int64_t kAligned = kHalves ? 8 : 1;
@@ -191,12 +185,13 @@ class GatedLayerBackward {
   }
 
   /// From s and v to [dS | dV], and what the next product takes of the weights.
-  Step gates(const Memory<T>& s, const Memory<T>& v, const Memory<T>& sums, const Memory<T>& W_t,
-             int64_t channels) const {
+  Way gates(const Memory<T>& s, const Memory<T>& v, const Memory<T>& sums, const Memory<T>& W_t,
+            int64_t channels) const {
     const GateSlices slices(M, pitch);
-    const auto partials = workspace_.any<float>(slices.count * static_cast<size_t>(2 * pitch));
+    const auto partials =
+        caller_.workspace.any<float>(slices.count * static_cast<size_t>(2 * pitch));
     const auto launch = [=, *this] {
-      const cudaStream_t stream = workspace_.stream;
+      const cudaStream_t stream = caller_.stream;
       const GateGradients<T> in{s,
                                 v,
                                 kHalves ? 2 * pitch : H,
@@ -222,14 +217,15 @@ class GatedLayerBackward {
                                    {W_t.data() + pitch * channels, pitch, channels, channels},
                                    stream);
     };
-    return {2 * kFirstLaunch + static_cast<double>(M * pitch) * 5 * sizeof(T) / memory_rate(),
+    return {"", 2 * kFirstLaunch + static_cast<double>(M * pitch) * 5 * sizeof(T) / memory_rate(),
             launch};
   }
 
   /// dW1 and dW2 by one kernel, which reads x and [dS | dV] once.
-  Step weights_from_slices(const Memory<T>& sums) const {
+  Way weights_from_slices(const Memory<T>& sums) const {
     const WeightPlan plan(M, K, 2 * pitch);
-    const auto of_slices = workspace_.any<float>(plan.slices * static_cast<size_t>(K * 2 * pitch));
+    const auto of_slices =
+        caller_.workspace.any<float>(plan.slices * static_cast<size_t>(K * 2 * pitch));
     // mma.sync reaches about 3e8 operations in a microsecond.
     const double operations = 4.0 * static_cast<double>(K) * static_cast<double>(pitch * M);
     const double once = static_cast<double>(plan.slices) * static_cast<double>(K * pitch) * 16;
@@ -244,37 +240,27 @@ class GatedLayerBackward {
                                 of_slices};
       primitives::allow_shared_bytes(weight_product<T>, WeightTile::kSharedBytes);
       weight_product<T><<<dim3(plan.tiles, plan.slices), WeightTile::kThreads,
-                          WeightTile::kSharedBytes, workspace_.stream>>>(in);
+                          WeightTile::kSharedBytes, caller_.stream>>>(in);
       add_weights(of_slices.data(), static_cast<int>(plan.slices));
     };
-    return {2 * kFirstLaunch + std::max(operations / 3e8, read_x()) + once / memory_rate(), launch,
-            WeightTile::kSharedBytes};
+    return {"", 2 * kFirstLaunch + std::max(operations / 3e8, read_x()) + once / memory_rate(),
+            launch, WeightTile::kSharedBytes};
   }
   void add_weights(const float* partials, int slices) const {
     add_weight_gradients<T>
         <<<primitives::blocks_for(K * 2 * pitch, kAddingCols), dim3(kAddingCols, kAddingRows), 0,
-           workspace_.stream>>>(partials, slices, static_cast<int>(K), static_cast<int>(pitch),
-                                static_cast<int>(H), d_.d_W1.data(), d_.d_W2.data());
+           caller_.stream>>>(partials, slices, static_cast<int>(K), static_cast<int>(pitch),
+                             static_cast<int>(H), d_.d_W1.data(), d_.d_W2.data());
   }
 
-  void offer(const char* name, const std::vector<Step>& first, const std::vector<Step>& second) {
-    std::vector<Step> all = first;
-    all.insert(all.end(), second.begin(), second.end());
-    double microseconds = 0;
-    int shared_bytes = 0;
-    for (const Step& step : all) {
-      if (!step.launch) return;
-      microseconds += step.microseconds;
-      shared_bytes = std::max(shared_bytes, step.shared_bytes);
-    }
-    ways_.push_back({name, microseconds,
-                     [all] {
-                       for (const Step& step : all) step.launch();
-                     },
-                     shared_bytes});
+  void offer(Weights weights, const char* name, std::vector<Way> steps,
+             const std::vector<Way>& last) {
+    steps.insert(steps.end(), last.begin(), last.end());
+    if (std::ranges::any_of(steps, [](const Way& step) { return !step.launch; })) return;
+    ways_.push_back(in_turn({.name = name, .id = way_id({static_cast<int64_t>(weights)})}, steps));
   }
 
-  Workspace workspace_;
+  Caller caller_;
   GatingMemory<T> of_;
   GatingGradients<T> d_;
   int64_t M, K, H;

@@ -149,24 +149,24 @@ struct StoreGated {
 template <typename T>
 class GatedProduct {
  public:
-  GatedProduct(const Workspace& workspace, const GatingMemory<T>& memory, const GatingShape& shape)
+  GatedProduct(const Caller& caller, const GatingMemory<T>& memory, const GatingShape& shape)
       : memory_(memory),
-        x_(workspace, memory.x, shape.rows, shape.channels, memory.x_stride),
-        W1_(workspace, memory.W1, shape.channels, shape.hidden),
-        W2_(workspace, memory.W2, shape.channels, shape.hidden),
-        exchange_(workspace),
+        x_(caller.workspace, memory.x, shape.rows, shape.channels, memory.x_stride),
+        W1_(caller.workspace, memory.W1, shape.channels, shape.hidden),
+        W2_(caller.workspace, memory.W2, shape.channels, shape.hidden),
+        exchange_(caller.workspace),
         shape_{x_.rows, 2 * W1_.cols, x_.cols},
-        workspace_(workspace) {}
+        caller_(caller) {}
 
   std::vector<Way> ways() {
     using Choice = TileChoice<Tiles<T, 128, 256, 2, 1, 2>, Tiles<T, 192, 128, 2, 1, 1>,
                               Tiles<T, 128, 128, 2, 1, 1>, Tiles<T, 64, 128, 2, 1, 1>>;
-    Ways ways(workspace_);
+    Ways ways(caller_.search);
     Choice::template offer<StoreGated<T, true>>(
         ways, exchange_, shape_, x_.stride, W1_.stride,
         memory_.out_stride != 0 ? memory_.out_stride : W1_.cols,
         std::make_shared<const GatedProduct>(*this));
-    exchange_.allocate(workspace_);
+    exchange_.allocate(caller_.workspace);
     std::vector<Way> found = ways.found();
     for (Way& way : found) way.microseconds += copying();
     return found;
@@ -196,10 +196,10 @@ class GatedProduct {
     const bool copied = copies.blocks().x > 0;
     const bool early = copied || work.exchange.ended;  // after copies, or zeros
     if (copied) {
-      align_rows<T, 3><<<copies.blocks(), kCopyThreads, 0, workspace_.stream>>>(copies);
+      align_rows<T, 3><<<copies.blocks(), kCopyThreads, 0, caller_.stream>>>(copies);
     }
     allow_shared_bytes(operators::product::product<Work>, kBytes);
-    launch_clusters_on(workspace_.stream, operators::product::product<Work>, 1, early,
+    launch_clusters_on(caller_.stream, operators::product::product<Work>, 1, early,
                        plan.clusters * Tile::kBlocks, Tile::kThreads, kBytes, work);
   }
 
@@ -216,7 +216,7 @@ class GatedProduct {
   AlignedRows<T> x_, W1_, W2_;
   ExchangeMemory exchange_;
   ProductShape shape_;  // of x [W1 W2]
-  Workspace workspace_;
+  Caller caller_;
 };
 
 /// The ways to compute the layer, of a shape that is at least 1 x 1 x 1, on Hopper or on another
@@ -225,21 +225,21 @@ class GatedProduct {
 template <typename T>
 class GatedLayer {
  public:
-  GatedLayer(const Workspace& workspace, const GatingMemory<T>& memory, const GatingShape& shape) {
+  GatedLayer(const Caller& caller, const GatingMemory<T>& memory, const GatingShape& shape) {
     if (!is_hopper()) {
-      ways_ = PortableGatedLayer<T>(workspace, memory, shape).ways();
+      ways_ = PortableGatedLayer<T>(caller, memory, shape).ways();
       return;
     }
     if (memory.x_stride != 0 || memory.out_stride != 0) {
-      ways_ = GatedProduct<T>(workspace, memory, shape).ways();
+      ways_ = GatedProduct<T>(caller, memory, shape).ways();
       return;
     }
-    const ResidentLayer<T> resident(workspace, memory, shape);
+    const ResidentLayer<T> resident(caller, memory, shape);
     ways_ = resident.ways();
     // One block holds all weights, and there are tiles for all blocks: nothing could move less.
     const bool busy = shape.rows >= int64_t{64} * multiprocessors();
     if (resident.whole() && busy) return;
-    const std::vector<Way> product = GatedProduct<T>(workspace, memory, shape).ways();
+    const std::vector<Way> product = GatedProduct<T>(caller, memory, shape).ways();
     ways_.insert(ways_.end(), product.begin(), product.end());
   }
 

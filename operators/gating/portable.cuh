@@ -249,10 +249,9 @@ __global__ void __launch_bounds__(Tile::kThreads, 1)
 template <typename T>
 class PortableGatedLayer {
  public:
-  PortableGatedLayer(const Workspace& workspace, const GatingMemory<T>& memory,
-                     const GatingShape& shape)
-      : workspace_(workspace), memory_(memory), shape_(shape) {
-    Ways ways(workspace);
+  PortableGatedLayer(const Caller& caller, const GatingMemory<T>& memory, const GatingShape& shape)
+      : caller_(caller), memory_(memory), shape_(shape) {
+    Ways ways(caller.search);
     offer<ResidentTile<32, 8, 3>>(ways), offer<ResidentTile<32, 8, 2>>(ways);
     offer<ResidentTile<16, 8, 4>>(ways), offer<ResidentTile<16, 8, 2>>(ways);
     offer<ResidentTile<16, 4, 2>>(ways);
@@ -268,16 +267,17 @@ class PortableGatedLayer {
 
   std::vector<Way> product_ways() {
     using Launch = MmaLaunch<T, 2, MmaGate<T>>;
-    const AlignedRows<T> x(workspace_, memory_.x, shape_.rows, shape_.channels, memory_.x_stride);
-    const AlignedRows<T> W1(workspace_, memory_.W1, shape_.channels, shape_.hidden);
-    const AlignedRows<T> W2(workspace_, memory_.W2, shape_.channels, shape_.hidden);
+    const AlignedRows<T> x(caller_.workspace, memory_.x, shape_.rows, shape_.channels,
+                           memory_.x_stride);
+    const AlignedRows<T> W1(caller_.workspace, memory_.W1, shape_.channels, shape_.hidden);
+    const AlignedRows<T> W2(caller_.workspace, memory_.W2, shape_.channels, shape_.hidden);
     const auto make = [=, memory = memory_, out_stride = out_stride()] {
       const int rows = x.rows, hidden = W1.cols;
       return Launch{{{x.job(), W1.job(), W2.job()}},
                     {x.data(), {W1.data(), W2.data()}, x.stride, W1.stride, rows, hidden, x.cols},
                     {{memory.out, out_stride, rows, hidden}, memory.b1, memory.b2, memory.gate}};
     };
-    return MmaWays<T, 2, MmaGate<T>>(workspace_, {x.rows, W1.cols, x.cols},
+    return MmaWays<T, 2, MmaGate<T>>(caller_, {x.rows, W1.cols, x.cols},
                                      bytes_copied(x) + bytes_copied(W1) + bytes_copied(W2), make)
         .template ways<MmaTile<256, 128, 64, 4, 2, 3, 1>, MmaTile<128, 128, 64, 2, 2, 3, 2>,
                        MmaTile<128, 128, 32, 2, 2, 3, 2>, MmaTile<64, 128, 32, 1, 2, 4, 4>>();
@@ -294,7 +294,8 @@ class PortableGatedLayer {
       const int64_t bytes = Tile::shared_bytes(depth, own);
       if (bytes > most_shared_bytes()) continue;
       const double time = microseconds<Tile>(depth, own, beside);
-      ways.offer(time, [&] {
+      const WayId id = way_id({Tile::kRows, Tile::kWarps, Tile::kStages, beside});
+      ways.offer(time, id, [&] {
         const std::string name = "mma.sync, resident; rows: " + std::to_string(Tile::kRows) +
                                  "; warps: " + std::to_string(Tile::kWarps) +
                                  "; stages: " + std::to_string(Tile::kStages) +
@@ -319,7 +320,7 @@ class PortableGatedLayer {
                             static_cast<int>(depth), static_cast<int>(own)};
     resident_mma<Tile, T>
         <<<dim3(static_cast<unsigned>(std::min(fit, needed)), static_cast<unsigned>(beside)),
-           Tile::kThreads, bytes, workspace_.stream>>>(of);
+           Tile::kThreads, bytes, caller_.stream>>>(of);
   }
 
   /// An estimate that is not fitted to measurements. Of each 16 of the depth a warp loads the
@@ -337,7 +338,7 @@ class PortableGatedLayer {
     return kFirstLaunch + std::max(cycles_of_all / cycles(), 1.1 * shape_.bytes() / memory_rate());
   }
 
-  Workspace workspace_;
+  Caller caller_;
   GatingMemory<T> memory_;
   GatingShape shape_;
   std::vector<Way> ways_;

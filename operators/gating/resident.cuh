@@ -22,12 +22,12 @@
 #include <utility>
 #include <vector>
 
+#include "operators/caller.h"
 #include "operators/gating/rows.cuh"
-#include "operators/operands.h"
 
 namespace operators::gating {
 
-using operators::Memory, operators::Way, operators::Ways, operators::Workspace;
+using operators::Caller, operators::Memory, operators::Way, operators::way_id, operators::Ways;
 
 /// A block stays on its multiprocessor and keeps its columns of both weights. Of out it takes tiles
 /// of 64 rows, one for each team of consumers at a time. A team has stages of its own for x, which
@@ -129,8 +129,8 @@ struct GatingMemory {
 template <typename T>
 class ResidentLayer {
  public:
-  ResidentLayer(const Workspace& workspace, GatingMemory<T> memory, GatingShape shape)
-      : memory_(std::move(memory)), shape_(shape), stream_(workspace.stream), ways_(workspace) {
+  ResidentLayer(const Caller& caller, GatingMemory<T> memory, GatingShape shape)
+      : memory_(std::move(memory)), shape_(shape), stream_(caller.stream), ways_(caller.search) {
     // x comes in boxes if its rows are aligned, and most of a box is x.
     const int64_t K = shape.channels;
     const bool boxed = K % 8 == 0 && 4 * ((K + kStepK - 1) / kStepK * kStepK) <= 7 * K;
@@ -192,7 +192,9 @@ class ResidentLayer {
         if (sizes.stages == 0) continue;
         whole_ = whole_ || blocks == 1;
         const double microseconds = sizes.microseconds(kind, shape_, blocks);
-        ways_.offer(microseconds, [&] {
+        const WayId id = way_id({kind.width, kind.consumers, kind.team, static_cast<int>(kind.out),
+                                 sizes.stages, blocks, boxes});
+        ways_.offer(microseconds, id, [&] {
           return Way{sizes.name(kind, blocks), microseconds,
                      [launch, memory = memory_, shape = shape_, sizes, rows, blocks,
                       stream = stream_] { launch(memory, shape, sizes, rows, blocks, stream); },

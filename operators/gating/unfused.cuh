@@ -19,22 +19,17 @@ namespace operators::gating {
 /// The ways to compute a product, of which each is many kernels, so that a program has them once.
 template <typename T>
 using ProductWays =
-    std::function<std::vector<Way>(const Workspace&, const Memory<T>&, const Memory<T>&,
+    std::function<std::vector<Way>(const Caller&, const Memory<T>&, const Memory<T>&,
                                    const Memory<T>&, product::ProductShape, product::RowStrides)>;
 
 /// The way of a product that should be the fastest; one without a launch if there is none.
 template <typename T>
-Way best_product(const Workspace& workspace, const ProductWays<T>& multiply, const Memory<T>& a,
+Way best_product(const Caller& caller, const ProductWays<T>& multiply, const Memory<T>& a,
                  const Memory<T>& b, const Memory<T>& c, product::ProductShape shape,
                  product::RowStrides strides = {}) {
-  Workspace own = workspace;
-  own.only.clear();  // a name of the whole layer's ways
-  const std::vector<Way> ways = multiply(own, a, b, c, shape, strides);
-  const auto best = std::min_element(
-      ways.begin(), ways.end(),
-      [](const Way& one, const Way& other) { return one.microseconds < other.microseconds; });
-  if (best == ways.end()) return {};
-  return *best;
+  const std::vector<Way> ways = multiply(caller.of_step(), a, b, c, shape, strides);
+  const Way* const best = common::fastest(ways);
+  return best ? *best : Way();
 }
 
 inline constexpr int kGateCols = 64, kGateRows = 8;  ///< columns of a block; rows at a time
@@ -81,38 +76,29 @@ __global__ void __launch_bounds__(kGateCols / 2 * kGateRows) apply_gates(const G
 
 /// The layer's one way, or none where a product has none. Rows of x are as far apart as `multiply`
 /// can read them.
-class UnfusedLayer {
- public:
-  UnfusedLayer(const Workspace& workspace, const GatingMemory<float>& of, const GatingShape& shape,
-               const ProductWays<float>& multiply) {
-    const auto count = static_cast<size_t>(shape.rows * shape.hidden);
-    const auto s = workspace.any<float>(count), v = workspace.any<float>(count);
-    const product::ProductShape sizes{static_cast<int>(shape.rows), static_cast<int>(shape.hidden),
-                                      static_cast<int>(shape.channels)};
-    const product::RowStrides strides{of.x_stride, 0, 0};
-    const Way gates = best_product(workspace, multiply, of.x, of.W1, s, sizes, strides);
-    const Way values = best_product(workspace, multiply, of.x, of.W2, v, sizes, strides);
-    if (!gates.launch || !values.launch) return;
-    const auto apply = [=, stream = workspace.stream] {
-      const GateSlices slices(shape.rows, shape.hidden);
-      const GatesToApply in{
-          s,          v,           of.b1,
-          of.b2,      of.out,      of.out_stride != 0 ? of.out_stride : shape.hidden,
-          shape.rows, slices.rows, static_cast<int>(shape.hidden),
-          of.gate};
-      apply_gates<<<slices.blocks(), dim3(kGateCols, kGateRows / 2), 0, stream>>>(in);
-    };
-    ways_.push_back({"two products and their gates after them; " + gates.name,
-                     gates.microseconds + values.microseconds + kFirstLaunch +
-                         12 * static_cast<double>(count) / memory_rate(),
-                     [=] { gates.launch(), values.launch(), apply(); },
-                     std::max(gates.shared_bytes, values.shared_bytes)});
-  }
-
-  const std::vector<Way>& ways() const { return ways_; }
-
- private:
-  std::vector<Way> ways_;
-};
+inline std::vector<Way> unfused_layer(const Caller& caller, const GatingMemory<float>& of,
+                                      const GatingShape& shape,
+                                      const ProductWays<float>& multiply) {
+  const auto count = static_cast<size_t>(shape.rows * shape.hidden);
+  const auto s = caller.workspace.any<float>(count), v = caller.workspace.any<float>(count);
+  const product::ProductShape sizes{static_cast<int>(shape.rows), static_cast<int>(shape.hidden),
+                                    static_cast<int>(shape.channels)};
+  const product::RowStrides strides{of.x_stride, 0, 0};
+  const Way gates = best_product(caller, multiply, of.x, of.W1, s, sizes, strides);
+  const Way values = best_product(caller, multiply, of.x, of.W2, v, sizes, strides);
+  if (!gates.launch || !values.launch) return {};
+  const auto apply = [=, stream = caller.stream] {
+    const GateSlices slices(shape.rows, shape.hidden);
+    const GatesToApply in{
+        s,          v,           of.b1,
+        of.b2,      of.out,      of.out_stride != 0 ? of.out_stride : shape.hidden,
+        shape.rows, slices.rows, static_cast<int>(shape.hidden),
+        of.gate};
+    apply_gates<<<slices.blocks(), dim3(kGateCols, kGateRows / 2), 0, stream>>>(in);
+  };
+  const double moving = kFirstLaunch + 12 * static_cast<double>(count) / memory_rate();
+  return {in_turn({"two products and their gates after them; " + gates.name},
+                  {gates, values, {"", moving, apply}})};
+}
 
 }  // namespace operators::gating

@@ -7,6 +7,7 @@
 #include <string>
 #include <vector>
 
+#include "operators/caller.h"
 #include "operators/device_facts.h"
 #include "operators/estimate.h"
 #include "operators/gradients/backward.cuh"
@@ -26,25 +27,25 @@ inline constexpr int kForwardThreads = 384, kBackwardThreads = 512;
 template <Pass kPass>
 class GradientFeatures {
  public:
-  GradientFeatures(const Workspace& workspace, std::function<GradientsOperands()> operands,
+  GradientFeatures(const Caller& caller, std::function<GradientsOperands()> operands,
                    GradientsShape shape)
       : operands_(std::move(operands)), shape_(shape) {
     if (shape.E > kMostEigen) return;
     allow_small_products();
     const unsigned steps = blocks_for(shape.E, kStepK);
     if constexpr (kPass == Pass::forward) {
-      steps == 1   ? plan_forward<1>(workspace)
-      : steps == 2 ? plan_forward<2>(workspace)
-      : steps == 3 ? plan_forward<3>(workspace)
-                   : plan_forward<4>(workspace);
+      steps == 1   ? plan_forward<1>(caller)
+      : steps == 2 ? plan_forward<2>(caller)
+      : steps == 3 ? plan_forward<3>(caller)
+                   : plan_forward<4>(caller);
     } else {
       // With 32 columns a block there are half as many slices of V, so half as many partial sums to
       // add up at the end. But each tile is fetched for fewer columns.
       const bool wide = shape.W > 32 && (steps == 1 || shape.V >= int64_t{256} * multiprocessors());
-      steps == 1   ? wide ? plan_backward<1, 64>(workspace) : plan_backward<1, 32>(workspace)
-        : steps == 2 ? wide ? plan_backward<2, 64>(workspace) : plan_backward<2, 32>(workspace)
-        : steps == 3 ? plan_backward<3, 32>(workspace)
-                   : plan_backward<4, 32>(workspace);
+      steps == 1   ? wide ? plan_backward<1, 64>(caller) : plan_backward<1, 32>(caller)
+        : steps == 2 ? wide ? plan_backward<2, 64>(caller) : plan_backward<2, 32>(caller)
+        : steps == 3 ? plan_backward<3, 32>(caller)
+                   : plan_backward<4, 32>(caller);
     }
   }
 
@@ -94,7 +95,7 @@ class GradientFeatures {
   /// `associate` starts when all kernels before it have ended. So hopper_features, which is
   /// launched early, may read Gr, Gi and x before `associate` has ended; it waits for M1 and M2.
   template <int kSteps>
-  void plan_forward(const Workspace& workspace) {
+  void plan_forward(const Caller& caller) {
     using Shared = HopperForward<kSteps>;
     constexpr int kBytes = sizeof(Shared);
     const auto [V, E, W] = shape_;
@@ -107,9 +108,9 @@ class GradientFeatures {
     const int groups = one_group ? 1 : Shared::kGroups;
     const dim3 blocks = grid_for(groups);
     if (blocks.y == 0) return;
-    const auto M = workspace.any<bf16>(3 * shape_.coefficients());
+    const auto M = caller.workspace.any<bf16>(3 * shape_.coefficients());
     workspace_bytes_ = M.bytes();
-    const auto launch = [=, shape = shape_, at = operands_, stream = workspace.stream] {
+    const auto launch = [=, shape = shape_, at = operands_, stream = caller.stream] {
       const GradientsOperands in = at();
       const GradientMaps maps = maps_of(in, M, in.out);
       associate<<<small_blocks(shape.E, shape.W, 3), kSmallThreads, kSmallBytes, stream>>>(
@@ -121,7 +122,7 @@ class GradientFeatures {
   }
 
   template <int kSteps, int kCols>
-  void plan_backward(const Workspace& workspace) {
+  void plan_backward(const Caller& caller) {
     using Shared = HopperBackward<kSteps, kCols>;
     constexpr int kBytes = sizeof(Shared);
     const auto [V, E, W] = shape_;
@@ -132,13 +133,13 @@ class GradientFeatures {
     const int cols = static_cast<int>(blocks_for(W, 32)) * 32;
     const Layout layout = {.matrix = 32, .row = 2 * cols, .group = 64, .cols = cols};
     const int64_t count = shape_.coefficients();
-    const auto M = workspace.any<bf16>(std::max(3 * count, E * 2 * cols));
-    const auto partials = workspace.any<float>(blocks.y * 3 * count);
-    const auto dM = workspace.any<bf16>(2 * count);
-    const auto D = workspace.any<float>(count);
+    const auto M = caller.workspace.any<bf16>(std::max(3 * count, E * 2 * cols));
+    const auto partials = caller.workspace.any<float>(blocks.y * 3 * count);
+    const auto dM = caller.workspace.any<bf16>(2 * count);
+    const auto D = caller.workspace.any<float>(count);
     workspace_bytes_ = M.bytes() + partials.bytes() + dM.bytes() + D.bytes();
     vertices_of_a_cluster_ = 64 * ceil_div(ceil_div(V, 64), int64_t{blocks.y});
-    const auto launch = [=, shape = shape_, at = operands_, stream = workspace.stream] {
+    const auto launch = [=, shape = shape_, at = operands_, stream = caller.stream] {
       const GradientsOperands in = at();
       GradientMaps maps = maps_of(in, M, in.d_out);
       maps.M1 = tensor_map<bf16>(M, in.E, layout.row, 64);

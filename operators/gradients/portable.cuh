@@ -7,6 +7,7 @@
 #include <string>
 #include <vector>
 
+#include "operators/caller.h"
 #include "operators/estimate.h"
 #include "operators/gradients/associated.cuh"
 #include "operators/gradients/small_products.cuh"
@@ -18,9 +19,9 @@ namespace operators::gradients {
 template <Pass kPass>
 class PortableFeatures {
  public:
-  PortableFeatures(const Workspace& workspace, std::function<GradientsOperands()> operands,
+  PortableFeatures(const Caller& caller, std::function<GradientsOperands()> operands,
                    GradientsShape shape)
-      : workspace_(workspace), operands_(std::move(operands)), shape_(shape) {
+      : caller_(caller), operands_(std::move(operands)), shape_(shape) {
     allow_small_products();
     // The wide tiles need GPUs where a block may have 163 KB of shared memory. Single is for those
     // where it may have 99 KB.
@@ -73,14 +74,13 @@ class PortableFeatures {
     if (!fits<Tiles>()) return;
     const int bytes = static_cast<int>(Tiles::shared_bytes(shape_.E));
     const dim3 grid = grid_of<Tiles>(associated_features<Tiles>, bytes);
-    const auto M = workspace_.template any<bf16>(2 * shape_.coefficients());
-    add_way<Tiles>(
-        grid, 12, bytes, [=, shape = shape_, at = operands_, stream = workspace_.stream] {
-          const GradientsOperands in = at();
-          associate<<<small_blocks(shape.E, shape.W, 2), kSmallThreads, kSmallBytes, stream>>>(
-              in, M, dense(shape));
-          associated_features<Tiles><<<grid, Tiles::kThreads, bytes, stream>>>(in, M);
-        });
+    const auto M = caller_.workspace.template any<bf16>(2 * shape_.coefficients());
+    add_way<Tiles>(grid, 12, bytes, [=, shape = shape_, at = operands_, stream = caller_.stream] {
+      const GradientsOperands in = at();
+      associate<<<small_blocks(shape.E, shape.W, 2), kSmallThreads, kSmallBytes, stream>>>(
+          in, M, dense(shape));
+      associated_features<Tiles><<<grid, Tiles::kThreads, bytes, stream>>>(in, M);
+    });
   }
 
   template <class Tiles>
@@ -89,18 +89,17 @@ class PortableFeatures {
     const int bytes = static_cast<int>(Tiles::shared_bytes(shape_.E));
     const dim3 grid = grid_of<Tiles>(accumulate_backward<Tiles>, bytes);
     const int64_t count = shape_.coefficients();
-    const auto M = workspace_.template any<bf16>(2 * count);
-    const auto partials = workspace_.template any<float>(grid.y * 3 * count);
-    const auto dM = workspace_.template any<bf16>(2 * count);
-    const auto D = workspace_.template any<float>(count);
-    add_way<Tiles>(
-        grid, 24, bytes, [=, shape = shape_, at = operands_, stream = workspace_.stream] {
-          const GradientsOperands in = at();
-          associate<<<small_blocks(shape.E, shape.W, 2), kSmallThreads, kSmallBytes, stream>>>(
-              in, M, dense(shape));
-          accumulate_backward<Tiles><<<grid, Tiles::kThreads, bytes, stream>>>(in, M, partials);
-          launch_rest(stream, in, partials, static_cast<int>(grid.y), dM, D);
-        });
+    const auto M = caller_.workspace.template any<bf16>(2 * count);
+    const auto partials = caller_.workspace.template any<float>(grid.y * 3 * count);
+    const auto dM = caller_.workspace.template any<bf16>(2 * count);
+    const auto D = caller_.workspace.template any<float>(count);
+    add_way<Tiles>(grid, 24, bytes, [=, shape = shape_, at = operands_, stream = caller_.stream] {
+      const GradientsOperands in = at();
+      associate<<<small_blocks(shape.E, shape.W, 2), kSmallThreads, kSmallBytes, stream>>>(
+          in, M, dense(shape));
+      accumulate_backward<Tiles><<<grid, Tiles::kThreads, bytes, stream>>>(in, M, partials);
+      launch_rest(stream, in, partials, static_cast<int>(grid.y), dM, D);
+    });
   }
 
   /// `operations`: for each vertex, coefficient and feature. They are counted at half of Hopper's
@@ -116,7 +115,7 @@ class PortableFeatures {
                      std::max(bytes, kSmallBytes)});
   }
 
-  Workspace workspace_;
+  Caller caller_;
   std::function<GradientsOperands()> operands_;
   GradientsShape shape_;
   std::vector<Way> ways_;

@@ -3,6 +3,7 @@
 #include <map>
 #include <memory>
 #include <mutex>
+#include <optional>
 #include <string>
 #include <utility>
 
@@ -64,23 +65,23 @@ class Tunings {
   std::atomic<bool> on = false;
   std::atomic<uint64_t> changes = 0;
 
-  /// The name of a way; empty: not tried yet.
-  std::string of(const Key& key) {
+  /// Nothing: not tried yet.
+  std::optional<WayId> of(const Key& key) {
     const std::lock_guard lock(mutex_);
-    const auto found = names_.find(key.without_stream());
-    return found == names_.end() ? "" : found->second;
+    const auto found = ids_.find(key.without_stream());
+    return found == ids_.end() ? std::nullopt : std::optional(found->second);
   }
-  void set(const Key& key, const std::string& name) {
+  void set(const Key& key, WayId id) {
     const std::lock_guard lock(mutex_);
-    if (names_.size() >= kMost) names_.erase(names_.begin());
-    names_[key.without_stream()] = name;
+    if (ids_.size() >= kMost) ids_.erase(ids_.begin());
+    ids_[key.without_stream()] = id;
     ++changes;
   }
 
  private:
   static constexpr size_t kMost = 4096;
   std::mutex mutex_;
-  std::map<decltype(std::declval<Key>().without_stream()), std::string> names_;
+  std::map<decltype(std::declval<Key>().without_stream()), WayId> ids_;
 };
 
 }  // namespace
@@ -158,8 +159,7 @@ class Plans {
     plan.accept(pointers, workspace, bytes);
     try {
       Tunings& tunings = Tunings::all();
-      if (tunings.on.load(std::memory_order_relaxed) && tunings.of(key).empty() &&
-          !plan.captured()) {
+      if (tunings.on.load(std::memory_order_relaxed) && !tunings.of(key) && !plan.captured()) {
         tunings.set(key, plan.fastest());
       }
       if (const uint64_t now = tunings.changes.load(std::memory_order_acquire);
@@ -302,7 +302,7 @@ int query(const Function& function, const void* description, size_t* bytes) noex
     const TakingFor device(capability_to_plan_for());
     const Running running;
     Carver carver(running, nullptr);
-    if (carver.ways(task.make, carver.workspace()).empty()) refuse_shape();
+    if (carver.ways(task.make, {}).empty()) refuse_shape();
     *bytes = carver.used();
   });
 }

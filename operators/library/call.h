@@ -19,8 +19,8 @@
 #include <type_traits>
 #include <vector>
 
+#include "operators/caller.h"
 #include "operators/include/fused_kernels.h"
-#include "operators/operands.h"
 
 namespace operators::library {
 
@@ -90,8 +90,8 @@ class Operands {
   const Running* running_;
 };
 
-/// Constructs an operator with memory of a workspace, and says in which ways it computes.
-using Operator = std::function<std::vector<Way>(const Workspace&, const Operands&)>;
+/// Constructs an operator with what the caller gives it, and says in which ways it computes.
+using Operator = std::function<std::vector<Way>(const Caller&, const Operands&)>;
 
 /// What a function does with a description that has been checked.
 struct Task {

@@ -44,18 +44,18 @@ DiffusionOperands operands_of(const fk_diffusion& of, const Operands& at) {
 /// A pass of a description that has been checked.
 template <Pass kPass>
 Operator pass_of(const fk_diffusion& of, const MeshSizes& sizes) {
-  return [=](const operators::Workspace& workspace, const Operands& at) {
+  return [=](const operators::Caller& caller, const Operands& at) {
     const auto operands = [=] { return operands_of<kPass>(of, at); };
-    std::vector<operators::Way> ways;
+    std::vector<common::Way> ways;
     const bool is_for_tiles =
         sizes.is_bfloat16_of_eights() && of.eigen <= kMostEigen && of.width <= kMostWidth;
     if (is_for_tiles && primitives::is_hopper()) {
-      ways = FusedDiffusion<kPass>(workspace, operands, shape_of(of)).ways();
+      ways = FusedDiffusion<kPass>(caller, operands, shape_of(of)).ways();
     }
     if (is_for_tiles && ways.empty()) {
-      ways = PortableDiffusion<kPass>(workspace, operands, shape_of(of)).ways();
+      ways = PortableDiffusion<kPass>(caller, operands, shape_of(of)).ways();
     }
-    return ways.empty() ? any_diffusion(kPass, workspace, at, sizes) : ways;
+    return ways.empty() ? any_diffusion(kPass, caller, at, sizes) : ways;
   };
 }
 

@@ -12,7 +12,7 @@ namespace {
 
 using namespace operators::library;
 using namespace operators::gating;
-using operators::gating::Memory, operators::gating::Workspace;
+using operators::gating::Caller, operators::gating::Memory;
 
 static_assert(FK_GATE_SIGMOID == static_cast<int>(Gate::sigmoid) &&
               FK_GATE_SILU == static_cast<int>(Gate::silu) &&
@@ -64,10 +64,9 @@ ProductWays<T> product_of(const fk_gating& gating) {
   if constexpr (std::is_same_v<T, float>) {
     if (gating.type == FK_TF32) return tf32_product_ways;
     if (gating.type == FK_TF32X3) return tf32x3_product_ways;
-    return
-        [](const Workspace& workspace, const Memory<float>& a, const Memory<float>& b,
-           const Memory<float>& c, operators::product::ProductShape shape,
-           operators::product::RowStrides) { return fp32_product_ways(workspace, a, b, c, shape); };
+    return [](const Caller& caller, const Memory<float>& a, const Memory<float>& b,
+              const Memory<float>& c, operators::product::ProductShape shape,
+              operators::product::RowStrides) { return fp32_product_ways(caller, a, b, c, shape); };
   } else {
     return half_product_ways<T>;
   }
@@ -93,13 +92,13 @@ GatingMemory<T> memory_of(const fk_gating& gating, const Operands& at, int first
 /// w2, b1, b2, out.
 template <typename T>
 Operator layer(const fk_gating& gating) {
-  return [=](const Workspace& workspace, const Operands& at) {
+  return [=](const Caller& caller, const Operands& at) {
     const GatingMemory<T> memory = memory_of<T>(gating, at, 0, 5);
     const GatingShape shape{gating.rows, gating.inputs, gating.hidden};
     if constexpr (std::is_same_v<T, float>) {
-      return UnfusedLayer(workspace, memory, shape, product_of<T>(gating)).ways();
+      return unfused_layer(caller, memory, shape, product_of<T>(gating));
     } else {
-      return GatedLayer<T>(workspace, memory, shape).ways();
+      return GatedLayer<T>(caller, memory, shape).ways();
     }
   };
 }
@@ -107,7 +106,7 @@ Operator layer(const fk_gating& gating) {
 /// Its gradients. The operands are d_out, x, w1, w2, b1, b2, d_x, d_w1, d_w2, d_b1, d_b2.
 template <typename T>
 Operator backward(const fk_gating& gating) {
-  return [=](const Workspace& workspace, const Operands& at) {
+  return [=](const Caller& caller, const Operands& at) {
     const GatingMemory<T> memory = memory_of<T>(gating, at, 1, 0);
     const int64_t of_w = gating.inputs * gating.hidden, rows = gating.rows;
     const GatingGradients<T> d{at.memory<T>(0, rows * gating.hidden),
@@ -116,7 +115,7 @@ Operator backward(const fk_gating& gating) {
                                at.memory<T>(9, gating.hidden),
                                at.memory<T>(8, of_w),
                                at.memory<T>(10, gating.hidden)};
-    return GatedLayerBackward<T>(workspace, memory, d, {gating.rows, gating.inputs, gating.hidden},
+    return GatedLayerBackward<T>(caller, memory, d, {gating.rows, gating.inputs, gating.hidden},
                                  product_of<T>(gating))
         .ways();
   };

@@ -39,18 +39,18 @@ GradientsOperands operands_of(const fk_gradients& of, const Operands& at) {
 /// A pass of a description that has been checked.
 template <Pass kPass>
 Operator pass_of(const fk_gradients& of, const MeshSizes& sizes) {
-  return [=](const operators::Workspace& workspace, const Operands& at) {
+  return [=](const operators::Caller& caller, const Operands& at) {
     const auto operands = [=] { return operands_of<kPass>(of, at); };
-    std::vector<operators::Way> ways;
+    std::vector<common::Way> ways;
     const bool is_for_tiles =
         sizes.is_bfloat16_of_eights() && sizes.meshes == 1 && of.eigen <= kMostEigen;
     if (is_for_tiles && primitives::is_hopper()) {
-      ways = GradientFeatures<kPass>(workspace, operands, shape_of(of)).ways();
+      ways = GradientFeatures<kPass>(caller, operands, shape_of(of)).ways();
     }
     if (is_for_tiles && ways.empty()) {
-      ways = PortableFeatures<kPass>(workspace, operands, shape_of(of)).ways();
+      ways = PortableFeatures<kPass>(caller, operands, shape_of(of)).ways();
     }
-    return ways.empty() ? any_features(kPass, workspace, at, sizes) : ways;
+    return ways.empty() ? any_features(kPass, caller, at, sizes) : ways;
   };
 }
 

@@ -8,34 +8,34 @@ namespace {
 
 using namespace operators::library;
 using namespace operators::meshes;
-using operators::Pass, operators::Way;
+using common::Way;
+using operators::Pass;
 
 template <class Kind, Pass kPass>
-std::vector<Way> diffusion_of(const operators::Workspace& workspace, const Operands& at,
+std::vector<Way> diffusion_of(const operators::Caller& caller, const Operands& at,
                               const MeshesShape& shape) {
   using T = typename Kind::T;
-  return diffusion_ways<Kind, kPass == Pass::backward>(
-      workspace, shape, [=, ragged = shape.ragged] {
-        DiffusionTensors<T> in = {};
-        int place = 0;
-        const auto next = [&](auto*& to) { to = at.at<T>(place++); };
-        next(in.values);
-        if (kPass == Pass::backward) next(in.d_spectral);
-        next(in.basis), next(in.mass), next(in.evalues), next(in.times);
-        if (kPass == Pass::backward) next(in.spectral);
-        if (ragged) in.offsets = at.at<int>(place++);
-        if (kPass == Pass::forward) next(in.spectrum);
-        next(in.result);
-        if (kPass == Pass::backward) next(in.d_times);
-        return in;
-      });
+  return diffusion_ways<Kind, kPass == Pass::backward>(caller, shape, [=, ragged = shape.ragged] {
+    DiffusionTensors<T> in = {};
+    int place = 0;
+    const auto next = [&](auto*& to) { to = at.at<T>(place++); };
+    next(in.values);
+    if (kPass == Pass::backward) next(in.d_spectral);
+    next(in.basis), next(in.mass), next(in.evalues), next(in.times);
+    if (kPass == Pass::backward) next(in.spectral);
+    if (ragged) in.offsets = at.at<int>(place++);
+    if (kPass == Pass::forward) next(in.spectrum);
+    next(in.result);
+    if (kPass == Pass::backward) next(in.d_times);
+    return in;
+  });
 }
 
 template <class Kind, Pass kPass>
-std::vector<Way> features_of(const operators::Workspace& workspace, const Operands& at,
+std::vector<Way> features_of(const operators::Caller& caller, const Operands& at,
                              const MeshesShape& shape) {
   using T = typename Kind::T;
-  return features_ways<Kind, kPass == Pass::backward>(workspace, shape, [=, ragged = shape.ragged] {
+  return features_ways<Kind, kPass == Pass::backward>(caller, shape, [=, ragged = shape.ragged] {
     FeaturesTensors<T> in = {};
     int place = 0;
     const auto next = [&](auto*& to) { to = at.at<T>(place++); };
@@ -71,20 +71,20 @@ MeshesShape shape_of(const MeshSizes& sizes) {
 
 }  // namespace
 
-std::vector<Way> operators::library::any_diffusion(Pass pass, const Workspace& workspace,
+std::vector<Way> operators::library::any_diffusion(Pass pass, const Caller& caller,
                                                    const Operands& at, const MeshSizes& sizes) {
   return of_type(sizes.type, [&]<class Kind>(Kind) {
     const MeshesShape shape = shape_of(sizes);
-    return pass == Pass::forward ? diffusion_of<Kind, Pass::forward>(workspace, at, shape)
-                                 : diffusion_of<Kind, Pass::backward>(workspace, at, shape);
+    return pass == Pass::forward ? diffusion_of<Kind, Pass::forward>(caller, at, shape)
+                                 : diffusion_of<Kind, Pass::backward>(caller, at, shape);
   });
 }
 
-std::vector<Way> operators::library::any_features(Pass pass, const Workspace& workspace,
+std::vector<Way> operators::library::any_features(Pass pass, const Caller& caller,
                                                   const Operands& at, const MeshSizes& sizes) {
   return of_type(sizes.type, [&]<class Kind>(Kind) {
     const MeshesShape shape = shape_of(sizes);
-    return pass == Pass::forward ? features_of<Kind, Pass::forward>(workspace, at, shape)
-                                 : features_of<Kind, Pass::backward>(workspace, at, shape);
+    return pass == Pass::forward ? features_of<Kind, Pass::forward>(caller, at, shape)
+                                 : features_of<Kind, Pass::backward>(caller, at, shape);
   });
 }

@@ -57,9 +57,9 @@ inline MeshSizes checked_meshes(const char* name, const char* words, MeshSizes o
 }
 
 /// The ways to compute a pass for operands in the order of the function's arguments.
-std::vector<Way> any_diffusion(Pass pass, const Workspace& workspace, const Operands& at,
+std::vector<Way> any_diffusion(Pass pass, const Caller& caller, const Operands& at,
                                const MeshSizes& sizes);
-std::vector<Way> any_features(Pass pass, const Workspace& workspace, const Operands& at,
+std::vector<Way> any_features(Pass pass, const Caller& caller, const Operands& at,
                               const MeshSizes& sizes);
 
 }  // namespace operators::library

@@ -45,11 +45,11 @@ void check(const fk_product& product) {
 
 /// The product a b = c, the call's arguments, of a description that has been checked.
 Operator operator_of(const fk_product& product) {
-  return [=](const operators::Workspace& workspace, const Operands& operands) {
+  return [=](const operators::Caller& caller, const Operands& operands) {
     const ProductShape shape{static_cast<int>(product.rows), static_cast<int>(product.cols),
                              static_cast<int>(product.depth)};
     const auto ways = [&]<typename T, class Product>(const auto&... strides) {
-      return Product(workspace, operands.memory<T>(0, product.rows * product.depth),
+      return Product(caller, operands.memory<T>(0, product.rows * product.depth),
                      operands.memory<T>(1, product.depth * product.cols),
                      operands.memory<T>(2, product.rows * product.cols), shape, strides...)
           .ways();
@@ -90,61 +90,57 @@ Task task_of(const fk_product& product) {
 
 template <typename T>
 std::vector<operators::Way> operators::library::half_product_ways(
-    const Workspace& workspace, const Memory<T>& a, const Memory<T>& b, const Memory<T>& c,
+    const Caller& caller, const Memory<T>& a, const Memory<T>& b, const Memory<T>& c,
     ProductShape shape, RowStrides strides) {
-  return HalfProduct<T>(workspace, a, b, c, shape, strides).ways();
+  return HalfProduct<T>(caller, a, b, c, shape, strides).ways();
 }
 template std::vector<operators::Way> operators::library::half_product_ways<half>(
-    const Workspace&, const Memory<half>&, const Memory<half>&, const Memory<half>&, ProductShape,
+    const Caller&, const Memory<half>&, const Memory<half>&, const Memory<half>&, ProductShape,
     RowStrides);
 template std::vector<operators::Way> operators::library::half_product_ways<__nv_bfloat16>(
-    const Workspace&, const Memory<__nv_bfloat16>&, const Memory<__nv_bfloat16>&,
+    const Caller&, const Memory<__nv_bfloat16>&, const Memory<__nv_bfloat16>&,
     const Memory<__nv_bfloat16>&, ProductShape, RowStrides);
 
 std::vector<operators::Way> operators::library::tf32_product_ways(
-    const Workspace& workspace, const Memory<float>& a, const Memory<float>& b,
-    const Memory<float>& c, ProductShape shape, RowStrides strides) {
-  return Tf32Product<Math::tf32>(workspace, a, b, c, shape, strides).ways();
+    const Caller& caller, const Memory<float>& a, const Memory<float>& b, const Memory<float>& c,
+    ProductShape shape, RowStrides strides) {
+  return Tf32Product<Math::tf32>(caller, a, b, c, shape, strides).ways();
 }
 std::vector<operators::Way> operators::library::tf32x3_product_ways(
-    const Workspace& workspace, const Memory<float>& a, const Memory<float>& b,
-    const Memory<float>& c, ProductShape shape, RowStrides strides) {
-  return Tf32Product<Math::split>(workspace, a, b, c, shape, strides).ways();
+    const Caller& caller, const Memory<float>& a, const Memory<float>& b, const Memory<float>& c,
+    ProductShape shape, RowStrides strides) {
+  return Tf32Product<Math::split>(caller, a, b, c, shape, strides).ways();
 }
 
 template <typename T>
-static std::vector<operators::Way> half_product_steps(const operators::Workspace& workspace,
+static std::vector<operators::Way> half_product_steps(const operators::Caller& caller,
                                                       const operators::Memory<T>& a,
                                                       const operators::Memory<T>& b,
                                                       const operators::Memory<T>& c,
                                                       ProductShape shape, RowStrides strides) {
-  const auto ways = HalfProduct<T>(workspace, a, b, c, shape, strides).ways();
-  const auto best = std::min_element(ways.begin(), ways.end(),
-                                     [](const operators::Way& one, const operators::Way& other) {
-                                       return one.microseconds < other.microseconds;
-                                     });
-  if (best == ways.end()) return {};
-  return {*best};
+  const auto ways = HalfProduct<T>(caller, a, b, c, shape, strides).ways();
+  const operators::Way* const best = common::fastest(ways);
+  return best ? std::vector{*best} : std::vector<operators::Way>();
 }
 
 std::vector<operators::Way> operators::library::product_steps(
-    const Workspace& workspace, const Memory<half>& a, const Memory<half>& b, const Memory<half>& c,
+    const Caller& caller, const Memory<half>& a, const Memory<half>& b, const Memory<half>& c,
     ProductShape shape, RowStrides strides) {
-  return half_product_steps<half>(workspace, a, b, c, shape, strides);
+  return half_product_steps<half>(caller, a, b, c, shape, strides);
 }
 
 std::vector<operators::Way> operators::library::product_steps(
-    const Workspace& workspace, const Memory<__nv_bfloat16>& a, const Memory<__nv_bfloat16>& b,
+    const Caller& caller, const Memory<__nv_bfloat16>& a, const Memory<__nv_bfloat16>& b,
     const Memory<__nv_bfloat16>& c, ProductShape shape, RowStrides strides) {
-  return half_product_steps<__nv_bfloat16>(workspace, a, b, c, shape, strides);
+  return half_product_steps<__nv_bfloat16>(caller, a, b, c, shape, strides);
 }
 
-std::vector<operators::Way> operators::library::fp32_product_ways(const Workspace& workspace,
+std::vector<operators::Way> operators::library::fp32_product_ways(const Caller& caller,
                                                                   const Memory<float>& a,
                                                                   const Memory<float>& b,
                                                                   const Memory<float>& c,
                                                                   ProductShape shape) {
-  return Fp32Product(workspace, a, b, c, shape).ways();
+  return Fp32Product(caller, a, b, c, shape).ways();
 }
 
 const Function operators::library::product_forward = function_of<fk_product, task_of>("product");

@@ -7,55 +7,48 @@
 
 #include <vector>
 
-#include "operators/operands.h"
+#include "operators/caller.h"
 #include "operators/product/shape.h"
 #include "operators/softmax/logits.cuh"
 #include "operators/softmax/softmax.h"
 
 namespace operators::library {
 
-/// The ways to compute c = a b in T, half or __nv_bfloat16; see product::HalfProduct.
+/// The ways to compute c = a b. Of matrices of T it says the type of a function.
 template <typename T>
-std::vector<Way> half_product_ways(const Workspace& workspace, const Memory<T>& a,
-                                   const Memory<T>& b, const Memory<T>& c,
-                                   product::ProductShape shape, product::RowStrides strides);
+using ProductFunction = std::vector<Way>(const Caller&, const Memory<T>& a, const Memory<T>& b,
+                                         const Memory<T>& c, product::ProductShape,
+                                         product::RowStrides);
+
+/// In T, half or __nv_bfloat16; see product::HalfProduct.
+template <typename T>
+std::vector<Way> half_product_ways(const Caller& caller, const Memory<T>& a, const Memory<T>& b,
+                                   const Memory<T>& c, product::ProductShape shape,
+                                   product::RowStrides strides);
 /// The same of fp32, multiplied in TF32, or by three such products; see product::Tf32Product.
-std::vector<Way> tf32_product_ways(const Workspace& workspace, const Memory<float>& a,
-                                   const Memory<float>& b, const Memory<float>& c,
-                                   product::ProductShape shape, product::RowStrides strides);
-std::vector<Way> tf32x3_product_ways(const Workspace& workspace, const Memory<float>& a,
-                                     const Memory<float>& b, const Memory<float>& c,
-                                     product::ProductShape shape, product::RowStrides strides);
+ProductFunction<float> tf32_product_ways, tf32x3_product_ways;
 /// The same, multiplied in fp32, of dense rows; see product::Fp32Product.
-std::vector<Way> fp32_product_ways(const Workspace& workspace, const Memory<float>& a,
+std::vector<Way> fp32_product_ways(const Caller& caller, const Memory<float>& a,
                                    const Memory<float>& b, const Memory<float>& c,
                                    product::ProductShape shape);
+/// The steps of the way that should be the fastest to compute c = a b; none if it is too large. Of
+/// fp32 rows have to be dense.
+ProductFunction<float> product_steps;
+ProductFunction<half> product_steps;
+ProductFunction<__nv_bfloat16> product_steps;
 
 /// The ways to compute logits = x W in fp32. Of fp32 it is the one that should be the fastest, in
 /// fp32 or as accurate: on tensor cores, where the device has Hopper's, or on CUDA cores. There,
 /// rows may have parts if they are wanted; of other types they have none, nor slices. None if the
 /// shape is too large.
-std::vector<softmax::LogitsWay> logits_ways(const Workspace& workspace, const Memory<float>& x,
-                                            const Memory<float>& W, const Memory<float>& logits,
-                                            const softmax::SoftmaxShape& shape, bool parts_wanted);
-std::vector<softmax::LogitsWay> logits_ways(const Workspace& workspace, const Memory<half>& x,
-                                            const Memory<half>& W, const Memory<float>& logits,
-                                            const softmax::SoftmaxShape& shape, bool parts_wanted);
-std::vector<softmax::LogitsWay> logits_ways(const Workspace& workspace,
-                                            const Memory<__nv_bfloat16>& x,
-                                            const Memory<__nv_bfloat16>& W,
-                                            const Memory<float>& logits,
-                                            const softmax::SoftmaxShape& shape, bool parts_wanted);
-/// The steps of the way that should be the fastest to compute c = a b; none if it is too large. Of
-/// fp32 rows have to be dense.
-std::vector<Way> product_steps(const Workspace& workspace, const Memory<float>& a,
-                               const Memory<float>& b, const Memory<float>& c,
-                               product::ProductShape shape, product::RowStrides strides);
-std::vector<Way> product_steps(const Workspace& workspace, const Memory<half>& a,
-                               const Memory<half>& b, const Memory<half>& c,
-                               product::ProductShape shape, product::RowStrides strides);
-std::vector<Way> product_steps(const Workspace& workspace, const Memory<__nv_bfloat16>& a,
-                               const Memory<__nv_bfloat16>& b, const Memory<__nv_bfloat16>& c,
-                               product::ProductShape shape, product::RowStrides strides);
+template <typename T>
+using LogitsFunction = std::vector<softmax::LogitsWay>(const Caller&, const Memory<T>& x,
+                                                       const Memory<T>& W,
+                                                       const Memory<float>& logits,
+                                                       const softmax::SoftmaxShape&,
+                                                       bool parts_wanted);
+LogitsFunction<float> logits_ways;
+LogitsFunction<half> logits_ways;
+LogitsFunction<__nv_bfloat16> logits_ways;
 
 }  // namespace operators::library

@@ -14,6 +14,7 @@
 #include <string>
 #include <vector>
 
+#include "operators/caller.h"
 #include "operators/estimate.h"
 #include "operators/meshes/products.cuh"
 #include "operators/operands.h"
@@ -107,7 +108,7 @@ __global__ void __launch_bounds__(32 * kSumWarps)
 /// are too many tiles for a launch.
 template <class Kind, bool kBackward>
 std::vector<Way> diffusion_ways(
-    const Workspace& workspace, const MeshesShape& shape,
+    const Caller& caller, const MeshesShape& shape,
     const std::function<DiffusionTensors<typename Kind::T>()>& tensors) {
   using T = typename Kind::T;
   const Meshes meshes = shape.of(nullptr);
@@ -118,13 +119,16 @@ std::vector<Way> diffusion_ways(
       !is_a_grid(ceil_div(shape.W, int64_t{kTile}) * meshes.slots(kTile))) {
     return {};
   }
-  const auto partials = workspace.any<float>(static_cast<size_t>(slots * shape.E * shape.W));
-  const auto spectrum = workspace.any<T>(static_cast<size_t>(kBackward ? spectrum_values : 1));
-  const auto terms = workspace.any<float>(static_cast<size_t>(kBackward ? spectrum_values : 1));
+  const auto partials = caller.workspace.any<float>(static_cast<size_t>(slots * shape.E * shape.W));
+  const auto spectrum =
+      caller.workspace.any<T>(static_cast<size_t>(kBackward ? spectrum_values : 1));
+  const auto terms =
+      caller.workspace.any<float>(static_cast<size_t>(kBackward ? spectrum_values : 1));
   const int64_t rows = shape.meshes * shape.E;
   const auto row_parts = static_cast<unsigned>(std::clamp<int64_t>(rows / 1024, 1, 256));
-  const auto parts = workspace.any<float>(static_cast<size_t>(kBackward ? row_parts * shape.W : 1));
-  const auto launch = [=, stream = workspace.stream] {
+  const auto parts =
+      caller.workspace.any<float>(static_cast<size_t>(kBackward ? row_parts * shape.W : 1));
+  const auto launch = [=, stream = caller.stream] {
     DiffusionTensors<T> in = tensors();
     if (kBackward) in.spectrum = spectrum;
     const Meshes own = shape.of(in.offsets);

@@ -226,7 +226,7 @@ __global__ void __launch_bounds__(kThreads) add_vertices(const VertexSums<typena
 /// A pass. `tensors` says, at each launch, where inputs and outputs are. One way, or none, if there
 /// are too many tiles for a launch.
 template <class Kind, bool kBackward>
-std::vector<Way> features_ways(const Workspace& workspace, const MeshesShape& shape,
+std::vector<Way> features_ways(const Caller& caller, const MeshesShape& shape,
                                const std::function<FeaturesTensors<typename Kind::T>()>& tensors) {
   using T = typename Kind::T;
   const Meshes meshes = shape.of(nullptr), rows = shape.rows_of_spectra();
@@ -245,13 +245,13 @@ std::vector<Way> features_ways(const Workspace& workspace, const MeshesShape& sh
   const auto size = [](bool there, int64_t count) {
     return static_cast<size_t>(there ? count : 1);
   };
-  const auto M = workspace.any<T>(size(true, 2 * spectra));
-  const auto products = workspace.any<T>(size(kBackward, 4 * shape.vertex_values()));
-  const auto partials =
-      workspace.any<float>(size(kBackward, std::max(slots * 3 * E * W, row_slots * 2 * W * W)));
-  const auto dM = workspace.any<T>(size(kBackward, 2 * spectra));
-  const auto D = workspace.any<float>(size(kBackward, spectra));
-  const auto launch = [=, stream = workspace.stream] {
+  const auto M = caller.workspace.any<T>(size(true, 2 * spectra));
+  const auto products = caller.workspace.any<T>(size(kBackward, 4 * shape.vertex_values()));
+  const auto partials = caller.workspace.any<float>(
+      size(kBackward, std::max(slots * 3 * E * W, row_slots * 2 * W * W)));
+  const auto dM = caller.workspace.any<T>(size(kBackward, 2 * spectra));
+  const auto D = caller.workspace.any<float>(size(kBackward, spectra));
+  const auto launch = [=, stream = caller.stream] {
     const FeaturesTensors<T> in = tensors();
     const Meshes own = shape.of(in.offsets);
     const int e = static_cast<int>(E), w = static_cast<int>(W);

@@ -46,8 +46,8 @@
 #include <string>
 #include <vector>
 
+#include "operators/caller.h"
 #include "operators/estimate.h"
-#include "operators/operands.h"
 #include "operators/product/shape.h"
 #include "primitives/async_copy.cuh"
 #include "primitives/early_launch.cuh"
@@ -57,7 +57,7 @@
 namespace operators::product {
 
 using namespace primitives;
-using operators::Memory, operators::Way, operators::Ways, operators::Workspace;
+using operators::Caller, operators::Memory, operators::Way, operators::way_id, operators::Ways;
 
 inline constexpr int kFp32Threads = 256;  ///< of a block, whatever its tile
 
@@ -562,19 +562,18 @@ struct Fp32Launches {
 /// can have.
 class Fp32Product {
  public:
-  Fp32Product(const Workspace& workspace, Memory<float> A, Memory<float> B, Memory<float> C,
+  Fp32Product(const Caller& caller, Memory<float> A, Memory<float> B, Memory<float> C,
               ProductShape shape)
       : aligned_(shape.cols % 4 == 0),
-        launches_{std::move(A),    std::move(B), std::move(C), shape, ceil_div(shape.cols, 32) * 32,
-                  workspace.stream},
-        all_ways_(workspace.all_ways),
-        ways_(workspace) {
+        launches_{std::move(A), std::move(B), std::move(C), shape, ceil_div(shape.cols, 32) * 32,
+                  caller.stream},
+        ways_(caller.search) {
     aligned_ ? offer_all<true>() : offer_all<false>();
     Fp32Launches::Needed& needed = *launches_.needed;
-    if (copied_) needed.copy = workspace.any<float>(size_t(shape.depth) * launches_.pitch);
+    if (copied_) needed.copy = caller.workspace.any<float>(size_t(shape.depth) * launches_.pitch);
     if (floats_ == 0) return;
-    needed.sums = workspace.any<float>(floats_);
-    needed.arrived = workspace.zeros<unsigned>(blocks_);
+    needed.sums = caller.workspace.any<float>(floats_);
+    needed.arrived = caller.workspace.zeros<unsigned>(blocks_);
   }
 
   std::vector<Way> ways() const { return ways_.found(); }
@@ -604,17 +603,19 @@ class Fp32Product {
       const double microseconds =
           plan.microseconds +
           (kCopied ? Fp32Costs::kCopy + 8.0 * shape.depth * shape.cols / memory_rate() : 0);
-      const bool wanted = ways_.offer(microseconds, [&] {
+      const WayId id =
+          way_id({Tile::BM, Tile::BN, Tile::kSlices, plan.blocks, plan.shares_tiles(), kCopied});
+      const bool wanted = ways_.offer(microseconds, id, [&] {
         return Way{name_of<Tile>(plan, kCopied), microseconds,
                    [of = launches_, plan] { of.template launch<Tile, kAligned>(plan); },
                    Tile::kSharedBytes};
       });
       if (!wanted) continue;
-      copied_ = kCopied || (all_ways_ && copied_);
+      copied_ = ways_.most(copied_, kCopied);
       const size_t blocks = plan.shares_tiles() ? plan.blocks : 0;
       const size_t floats = Fp32Handover<Tile::BM * Tile::BN>::floats(static_cast<int>(blocks));
-      blocks_ = all_ways_ ? std::max(blocks_, blocks) : blocks;
-      floats_ = all_ways_ ? std::max(floats_, floats) : floats;
+      blocks_ = ways_.most(blocks_, blocks);
+      floats_ = ways_.most(floats_, floats);
     }
   }
 
@@ -629,7 +630,7 @@ class Fp32Product {
 
   bool aligned_;  // rows of B and C, to 16 bytes
   Fp32Launches launches_;
-  bool all_ways_, copied_ = false;
+  bool copied_ = false;
   size_t blocks_ = 0, floats_ = 0;  // of tiles that are shared
   Ways ways_;
 };

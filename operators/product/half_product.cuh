@@ -45,19 +45,19 @@ namespace operators::product {
 template <typename T, typename Out = T>
 class HalfProduct {
  public:
-  HalfProduct(const Workspace& workspace, const Memory<T>& A, const Memory<T>& B,
-              const Memory<Out>& C, ProductShape shape, RowStrides strides = {})
-      : A_(workspace, A, shape.rows, shape.depth, strides.a),
-        B_(workspace, B, shape.depth, shape.cols, strides.b),
+  HalfProduct(const Caller& caller, const Memory<T>& A, const Memory<T>& B, const Memory<Out>& C,
+              ProductShape shape, RowStrides strides = {})
+      : A_(caller.workspace, A, shape.rows, shape.depth, strides.a),
+        B_(caller.workspace, B, shape.depth, shape.cols, strides.b),
         C_(C),
         c_stride_(strides.c),
-        exchange_(workspace),
+        exchange_(caller.workspace),
         shape_(shape),
-        workspace_(workspace) {}
+        caller_(caller) {}
 
   std::vector<Way> ways() {
-    if (!is_hopper()) return portable_half_ways<T>(workspace_, A_, B_, C_, c_stride_, shape_);
-    Ways ways(workspace_);
+    if (!is_hopper()) return portable_half_ways<T>(caller_, A_, B_, C_, c_stride_, shape_);
+    Ways ways(caller_.search);
     const auto self = std::make_shared<const HalfProduct>(*this);
     using Choice = std::conditional_t<kSums, FewTiles, ManyTiles>;
     Choice::template offer<Epilogue>(ways, exchange_, shape_, A_.stride, B_.stride, c_rows(), self,
@@ -74,12 +74,12 @@ class HalfProduct {
       offer_slices<OneRow<Tiles<T, 64, 64, 1, 1, 1>>, 4>(ways, self);
       offer_slices<OneRow<Tiles<T, 64, 128, 1, 1, 2>>, 2>(ways, self);
     }
-    exchange_.allocate(workspace_);
+    exchange_.allocate(caller_.workspace);
     std::vector<Way> found = ways.found();
     // Of very many rows or columns there are more tiles than Hopper's schedule counts.
     if constexpr (kSums) {
       if (found.empty()) {
-        return portable_half_ways<T>(workspace_, A_, B_, C_, c_stride_, shape_);
+        return portable_half_ways<T>(caller_, A_, B_, C_, c_stride_, shape_);
       }
     }
     return found;
@@ -152,7 +152,7 @@ class HalfProduct {
 
   template <class Work>
   void launch(const Work& work) const {
-    launch_product(work, A_, B_, workspace_.stream);
+    launch_product(work, A_, B_, caller_.stream);
   }
 
   /// The way in slices, of which a cluster has kOfCluster beside each other (SlicedProduct).
@@ -176,7 +176,7 @@ class HalfProduct {
   int64_t c_stride_;
   ExchangeMemory exchange_;
   ProductShape shape_;
-  Workspace workspace_;
+  Caller caller_;
 };
 
 }  // namespace operators::product

@@ -12,9 +12,9 @@
 #include <string_view>
 #include <vector>
 
+#include "operators/caller.h"
 #include "operators/device_facts.h"
 #include "operators/estimate.h"
-#include "operators/operands.h"
 #include "operators/product/estimate.h"
 #include "operators/product/product.cuh"
 #include "operators/product/sliced.cuh"
@@ -23,7 +23,7 @@
 namespace operators::product {
 
 using namespace primitives;
-using operators::Memory, operators::Workspace;
+using operators::Caller, operators::Memory;
 
 /// What align_rows copies: `rows` rows, `cols` wide and dense, into rows of `stride` elements, a
 /// multiple of 8.
@@ -156,13 +156,10 @@ constexpr bool leaves_in_boxes() {
 /// offered.
 class SharedSums {
  public:
-  explicit SharedSums(const Workspace& workspace)
-      : all_ways_(workspace.all_ways), memory_(std::make_shared<Allocated>()) {}
-
-  /// For a way that is wanted, in place of all before it if only one is.
-  void needs(size_t counts, size_t floats) {
-    counts_ = all_ways_ ? std::max(counts_, counts) : counts;
-    floats_ = all_ways_ ? std::max(floats_, floats) : floats;
+  /// For the way that `ways` was offered last, which is wanted.
+  void needs(const Ways& ways, size_t counts, size_t floats) {
+    counts_ = ways.most(counts_, counts);
+    floats_ = ways.most(floats_, floats);
   }
   /// Also for the copies of this memory that ways have.
   void allocate(const Workspace& workspace) {
@@ -183,9 +180,8 @@ class SharedSums {
     std::optional<Memory<unsigned>> ended;
     std::optional<Memory<float>> partial;
   };
-  bool all_ways_;
   size_t counts_ = 0, floats_ = 0;
-  std::shared_ptr<Allocated> memory_;
+  std::shared_ptr<Allocated> memory_ = std::make_shared<Allocated>();
 };
 
 /// The same, and the count by which clusters keep in step: where the L2 cache does not hold what a
@@ -194,9 +190,7 @@ class SharedSums {
 class ExchangeMemory : public SharedSums {
  public:
   explicit ExchangeMemory(const Workspace& workspace)
-      : SharedSums(workspace),
-        l2_bytes_(device_attribute(cudaDevAttrL2CacheSize)),
-        pace_(workspace.zeros<unsigned>(1)) {}
+      : l2_bytes_(device_attribute(cudaDevAttrL2CacheSize)), pace_(workspace.zeros<unsigned>(1)) {}
 
   template <typename T>
   Exchange in_step(const ProductShape& shape, bool shares) const {
@@ -312,6 +306,11 @@ struct WorkFacts {
   bool transposed, read_once, shares_copies;
   int stages, stack, side;
 
+  /// With so many blocks or slices, in one of the ways to divide tiles among them.
+  WayId id(Divided divided, int64_t count) const {
+    return way_id({static_cast<int64_t>(divided), count, rows, cols, transposed, read_once, stages,
+                   stack, side, slices_of_cluster, shares_copies});
+  }
   /// "tile 176 x 192, transposed"
   std::string name_of_tile() const {
     return std::string(before) + "tile " + std::to_string(rows) + " x " + std::to_string(cols) +
@@ -391,7 +390,8 @@ inline void offer_plans(Ways& ways, SharedSums& sums, const WorkFacts& work,
                         const std::string& copies = {}) {
   for (const ProductPlan& plan : plan_product(work, shape, estimate)) {
     const Timetable timetable(work.tile, shape, plan.clusters, plan.shares);
-    const bool wanted = ways.offer(plan.microseconds, [&] {
+    const WayId id = work.id(plan.shares ? Divided::shared : Divided::whole, plan.clusters);
+    const bool wanted = ways.offer(plan.microseconds, id, [&] {
       const bool slices = plan.shares && plan.clusters % timetable.tiles == 0;
       return Way{work.name_of_tile() + "; stages: " + std::to_string(work.stages) + "; cluster: " +
                      std::to_string(work.stack) + " x " + std::to_string(work.side) +
@@ -403,7 +403,7 @@ inline void offer_plans(Ways& ways, SharedSums& sums, const WorkFacts& work,
     });
     if (!wanted) continue;
     const size_t consumers = work.consumers, places = size_t{2} * plan.clusters;
-    sums.needs(plan.shares ? timetable.shared * consumers : 0,
+    sums.needs(ways, plan.shares ? timetable.shared * consumers : 0,
                plan.shares ? places * consumers * 128 * work.of_sum : 0);
   }
 }
@@ -436,7 +436,7 @@ inline void offer_slices(Ways& ways, SharedSums& sums, const WorkFacts& work,
   const std::optional<SlicedPlan> found = plan_slices(work, shape, estimate);
   if (!found) return;
   const SlicedPlan plan = *found;
-  const bool wanted = ways.offer(plan.microseconds, [&] {
+  const bool wanted = ways.offer(plan.microseconds, work.id(Divided::in_slices, plan.slices), [&] {
     return Way{work.name_of_tile() + "; slices: " + std::to_string(plan.slices) +
                    "; of a cluster: " + std::to_string(work.slices_of_cluster) +
                    (work.shares_copies ? "; that share copies" : ""),
@@ -445,7 +445,7 @@ inline void offer_slices(Ways& ways, SharedSums& sums, const WorkFacts& work,
   if (!wanted) return;
   const bool in_memory = plan.clusters > 1;
   const size_t consumers = size_t{1} * work.consumers * plan.tiles;
-  sums.needs(in_memory ? consumers : 0,
+  sums.needs(ways, in_memory ? consumers : 0,
              in_memory ? consumers * plan.clusters * 128 * work.of_sum : 0);
 }
 

@@ -201,23 +201,22 @@ struct Tf32MatrixProduct {
 template <Math kMath>
 class Tf32Product {
  public:
-  Tf32Product(const Workspace& workspace, const Memory<float>& A, const Memory<float>& B,
+  Tf32Product(const Caller& caller, const Memory<float>& A, const Memory<float>& B,
               const Memory<float>& C, ProductShape shape, RowStrides strides = {})
-      : A_(workspace, A, shape.rows, shape.depth, strides.a),
-        B_(workspace, B, shape.depth, shape.cols, strides.b),
+      : A_(caller.workspace, A, shape.rows, shape.depth, strides.a),
+        B_(caller.workspace, B, shape.depth, shape.cols, strides.b),
         C_(C),
         c_stride_(strides.c != 0 ? strides.c : shape.cols),
-        sums_(workspace),
         shape_(shape),
-        workspace_(workspace) {}
+        caller_(caller) {}
 
   std::vector<Way> ways() {
-    Ways ways(workspace_);
+    Ways ways(caller_.search);
     const PortableTf32<kMath> portable = {{A_.from, A_.own_stride()},
                                           {B_.from, B_.own_stride()},
                                           {C_, c_stride_},
                                           shape_,
-                                          workspace_.stream};
+                                          caller_.stream};
     portable.offer(ways);
     if (is_hopper()) {
       const auto self = std::make_shared<const Tf32Product>(*this);
@@ -234,7 +233,7 @@ class Tf32Product {
           offer_slices<64, 4>(ways, self);
       offer_slices<32, 2, true>(ways, self), offer_slices<64, 4, true>(ways, self);
     }
-    sums_.allocate(workspace_);
+    sums_.allocate(caller_.workspace);
     return ways.found();
   }
 
@@ -330,7 +329,7 @@ class Tf32Product {
 
   template <class Work>
   void launch(const Work& work) const {
-    launch_product(work, A_, B_, workspace_.stream);
+    launch_product(work, A_, B_, caller_.stream);
   }
 
   AlignedRows<float> A_, B_;
@@ -338,7 +337,7 @@ class Tf32Product {
   int64_t c_stride_;
   SharedSums sums_;
   ProductShape shape_;
-  Workspace workspace_;
+  Caller caller_;
 };
 
 }  // namespace operators::product

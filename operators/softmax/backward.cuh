@@ -49,23 +49,23 @@ struct SoftmaxGradients {
 };
 
 template <typename T>
-std::vector<Way> softmax_gradients(const Workspace& workspace, const SoftmaxGradients<T>& of,
+std::vector<Way> softmax_gradients(const Caller& caller, const SoftmaxGradients<T>& of,
                                    const SoftmaxShape& shape, const ProductSteps<T>& multiply) {
   const int rows = static_cast<int>(shape.rows), classes = static_cast<int>(shape.classes);
   const int64_t g_stride = pitch<T>(classes);
-  const auto g = workspace.any<T>(static_cast<size_t>(shape.rows * g_stride));
+  const auto g = caller.workspace.any<T>(static_cast<size_t>(shape.rows * g_stride));
   const int threads = classes <= kShortRow ? 32 : classes <= kLongRow ? 256 : 1024;
   const int of_block = threads == 32 ? 8 : 1;
   const auto kernel = threads == 32    ? logit_gradients<32, T>
                       : threads == 256 ? logit_gradients<256, T>
                                        : logit_gradients<1024, T>;
   const Way make_g = {"", microseconds_to_move(3.0 * sizeof(T) * shape.logits()),
-                      [=, stream = workspace.stream] {
+                      [=, stream = caller.stream] {
                         kernel<<<blocks_for(rows, of_block), of_block * threads, 0, stream>>>(
                             of.probs, of.d_probs, g, rows, classes, g_stride);
                       },
                       0};
-  return layer_gradients<T>(workspace, {of.x, of.w, of.d_x, of.d_w, g, make_g}, shape, multiply);
+  return layer_gradients<T>(caller, {of.x, of.w, of.d_x, of.d_w, g, make_g}, shape, multiply);
 }
 
 }  // namespace operators::softmax

@@ -65,7 +65,7 @@ inline Product make_rows_split(const Layer& layer) {
     layer.launch(kernel, layer.B, kSoftmaxThreads, 0, layer.x.data(), layer.W.data(), results.out,
                  layer.D, layer.C);
   };
-  Product product = product_of("rows, D split", kernel, 0, launch);
+  Product product = product_of(Kernels::rows_split, kernel, 0, launch);
   // Fitted to shapes drawn at random, on an H200. A block alone waits for its loads, and many
   // blocks of a multiprocessor take turns.
   const double loads = ceil_div(layer.D, 128), rows = 132.0 / layer.sms * layer.B;
@@ -229,15 +229,16 @@ void add_few_rows(const Layer& layer, std::vector<Product>& products) {
   const std::string text = std::to_string(32 * kCols) + " columns; cluster: ";
   const auto add = [&](int slices, int splits) {
     const auto launch = [=](Results results, int of_D) {
-      const Workspace& workspace = layer.workspace;
-      launch_clusters_on(workspace.stream, kernel, splits, workspace.alone,
-                         dim3(tiles * splits, of_D), kThreads, 0,  //
+      const Caller& caller = layer.caller;
+      launch_clusters_on(caller.stream, kernel, splits, caller.alone, dim3(tiles * splits, of_D),
+                         kThreads, 0,  //
                          layer.x, layer.W, layer.B, layer.D, layer.C, splits, results);
     };
-    products.push_back(half_fused(layer, "few rows", kernel, 0, slices, tiles, launch));
-    products.back().expected = {microseconds(slices, splits), microseconds(1, splits),
-                                text + std::to_string(splits),
-                                "; half fused; slices: " + std::to_string(slices)};
+    products.push_back(half_fused(layer, Kernels::few_rows, kernel, 0, slices, tiles, launch));
+    products.back().expected = {
+        microseconds(slices, splits),  microseconds(1, splits),
+        way_id({kCols, splits}),       slices,
+        text + std::to_string(splits), "; half fused; slices: " + std::to_string(slices)};
   };
   const int most = std::min(layer.most_slices(64), 8 * layer.sms / tiles);
   const int most_splits = has_clusters(kernel) ? std::min(kMostSplits, layer.sms) : 1;

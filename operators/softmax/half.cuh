@@ -6,26 +6,26 @@
 
 #include <vector>
 
+#include "operators/estimate.h"
 #include "operators/softmax/logits.cuh"
 #include "operators/softmax/rows.cuh"
-#include "operators/softmax/steps.h"
 
 namespace operators::softmax {
 
 /// The ways to compute probs = softmax(logits), one for each way to compute the logits, whole ones.
 template <typename T>
-std::vector<Way> softmax_of(const Workspace& workspace, const std::vector<LogitsWay>& products,
+std::vector<Way> softmax_of(const Caller& caller, const std::vector<LogitsWay>& products,
                             const Memory<float>& logits, const Memory<T>& probs,
                             const SoftmaxShape& shape) {
   const bool is_long = shape.classes > kLongestInRegisters;
-  const auto parts =
-      workspace.any<float2>(is_long ? shape.rows * blocks_for(shape.classes, kPartColumns) : 1);
+  const auto parts = caller.workspace.any<float2>(
+      is_long ? shape.rows * blocks_for(shape.classes, kPartColumns) : 1);
   const Way finish = {
       "", microseconds_to_move((sizeof(float) * (is_long ? 2 : 1) + sizeof(T)) * shape.logits()),
-      [=, stream = workspace.stream] { softmax<T>(logits, probs, shape, parts, 1, stream); }, 0};
+      [=, stream = caller.stream] { softmax<T>(logits, probs, shape, parts, 1, stream); }, 0};
   std::vector<Way> ways;
   for (const LogitsWay& product : products) {
-    ways.push_back(in_turn(product.way.name, {product.way, finish}));
+    ways.push_back(in_turn(product, {product, finish}));
   }
   return ways;
 }

@@ -10,8 +10,8 @@
 #include <utility>
 #include <vector>
 
+#include "operators/caller.h"
 #include "operators/estimate.h"
-#include "operators/operands.h"
 #include "operators/softmax/rows.cuh"
 #include "primitives/early_launch.cuh"
 #include "primitives/launch.h"
@@ -19,7 +19,7 @@
 namespace operators::softmax {
 
 using namespace primitives;
-using operators::Memory, operators::Workspace;
+using operators::Caller, operators::Memory;
 
 // Split-K over blocks cuts D into at most kMostSlices slices. All slices together leave at most
 // kMostSliced floats.
@@ -31,7 +31,7 @@ constexpr double kEarlyLaunch = 0.5;
 
 // A layer: its matrices and sizes, and where it gets memory from.
 struct Layer {
-  Workspace workspace;
+  Caller caller;
   SoftmaxShape shape;
   Memory<float> x, W;
   Memory<float> sliced;  // (slices of D, B, C): partial logits
@@ -48,7 +48,7 @@ struct Layer {
   template <typename... Parameters, typename... Arguments>
   void launch(void (*kernel)(Parameters...), dim3 blocks, dim3 threads, size_t shared_bytes,
               const Arguments&... arguments) const {
-    launch_clusters_on(workspace.stream, kernel, 1, workspace.alone, blocks, threads, shared_bytes,
+    launch_clusters_on(caller.stream, kernel, 1, caller.alone, blocks, threads, shared_bytes,
                        arguments...);
   }
 
@@ -74,10 +74,11 @@ struct Layer {
   }
 };
 
-// The plans of a kind are sorted by an estimate. The first kMostPlans of them are tried, but none
-// that should take kHopeless times as long as the first one.
+// Of the plans of a kind at most so many are tried.
 constexpr size_t kMostPlans = 24;
-constexpr double kHopeless = 1.4;
+
+// The kinds of kernels, which softmax_product.cuh describes.
+enum class Kernels : int64_t { rows_split, few_rows, tiles, online, narrow, cluster, exchange };
 
 // What becomes of a product's sums.
 enum class Epilogue {
@@ -132,36 +133,34 @@ __device__ void finish_row(float (&v)[kValues], int row, int C, const Results& r
   }
 }
 
-// A launch that computes logits alone. With one slice results.out becomes x W, and, if the epilogue
-// is `parts`, each row's `parts` maxima and sums go to results.parts. With several, results.out
-// (slices, B, C) becomes partial logits, which somebody adds up.
-struct LogitsAlone {
-  std::function<void(Results)> launch;
-  int slices = 0, parts = 0;
-};
-
 // How long a product should take, in microseconds: fused, and unfused, with a softmax after it.
-// `tiles` names its tiles, if its kind has several. `how` says what fused means if that is more
-// than one launch.
+// `tiles` names its tiles, and `tile` is their id, if its kind has several. D may be cut into
+// slices, and `how` says what fused means if that is more than one launch.
 struct Expected {
   double microseconds = INFINITY, unfused_microseconds = INFINITY;
+  WayId tile = 0;
+  int slices = 0;  // 0: one launch
   std::string tiles = {}, how = {};
 };
 
 // A kernel that is ready to be launched, but for the results.
 struct Product {
-  const char* name;
+  Kernels kind;
   std::function<void(Results)> launch;
   int shared_bytes;
   bool fuses = true;  // false: for probabilities it launches a product and a softmax
   Expected expected = {};
-  LogitsAlone alone = {};  // of a half fused one
+  // Of a half fused one, for logits alone. With one slice results.out becomes x W, and, if the
+  // epilogue is `parts`, each row's `parts` maxima and sums go to results.parts. With several,
+  // results.out (slices, B, C) becomes partial logits, which somebody adds up.
+  std::function<void(Results)> launch_alone = {};
+  int parts = 0;
 };
 
-inline Product product_of(const char* name, AnyKernel kernel, int shared_bytes,
+inline Product product_of(Kernels kind, AnyKernel kernel, int shared_bytes,
                           std::function<void(Results)> launch) {
   allow_shared_bytes(kernel, shared_bytes);
-  return {name, std::move(launch), shared_bytes};
+  return {kind, std::move(launch), shared_bytes};
 }
 
 // A product in two launches. `launch` (results, slices) starts `kernel`, which leaves logits, or
@@ -177,12 +176,12 @@ constexpr int kLeastForParts = 4096, kRowsForParts = 16;
 inline bool leaves_parts(const Layer& layer) {
   return layer.C > (layer.B > kRowsForParts ? kLongestInRegisters : kLeastForParts);
 }
-inline Product half_fused(const Layer& layer, const char* name, AnyKernel kernel, int shared_bytes,
+inline Product half_fused(const Layer& layer, Kernels kind, AnyKernel kernel, int shared_bytes,
                           int slices, int tiles,
                           const std::function<void(const Results&, int)>& launch) {
   const bool parts = slices == 1 && leaves_parts(layer);
   const auto both = [=, sliced = layer.sliced, shape = layer.shape, B = layer.B, C = layer.C,
-                     stream = layer.workspace.stream](Results results) {
+                     stream = layer.caller.stream](Results results) {
     if (results.epilogue == Epilogue::logits) return launch(results, 1);
     float* out = results.out;
     results.epilogue = parts ? Epilogue::parts : Epilogue::logits;
@@ -196,9 +195,10 @@ inline Product half_fused(const Layer& layer, const char* name, AnyKernel kernel
       softmax<float>(results.out, out, shape, results.parts, slices, stream);
     }
   };
-  Product product = product_of(name, kernel, shared_bytes, both);
+  Product product = product_of(kind, kernel, shared_bytes, both);
   product.fuses = parts || slices > 1;
-  product.alone = {[=](const Results& results) { launch(results, slices); }, slices, tiles};
+  product.launch_alone = [=](const Results& results) { launch(results, slices); };
+  product.parts = tiles;
   return product;
 }
 
@@ -233,7 +233,7 @@ inline std::pair<Layer, std::function<void()>> with_aligned_rows(const Layer& la
   const auto align = [&](Memory<float>& matrix, int64_t& stride, int rows, int cols) {
     if (cols % 4 == 0) return;
     stride = blocks_for(cols, 4) * 4;
-    const auto from = matrix, to = layer.workspace.zeros<float>(rows * stride);
+    const auto from = matrix, to = layer.caller.workspace.zeros<float>(rows * stride);
     launch = [=, before = launch, stride = stride] {
       if (before) before();
       layer.launch(align_rows<256>, rows, 256, 0, from.data(), to.data(), cols, stride);
@@ -251,7 +251,6 @@ struct Plan {
   Expected expected = {};
   bool copies_x = false, copies_W = false;
   std::function<Product(const Layer&)> make = {};
-  int slices = 0;               // of D; 0: fused
   double of_logits = INFINITY;  // microseconds without the softmax
 
   double microseconds() const { return expected.microseconds; }
@@ -263,15 +262,10 @@ struct Plan {
 inline std::vector<Plan> plans_to_try(std::vector<Plan> plans, bool all) {
   std::vector<Plan> tried;
   const auto take = [&](size_t most, auto microseconds) {
-    std::stable_sort(plans.begin(), plans.end(), [&](const Plan& a, const Plan& b) {
-      return microseconds(a) < microseconds(b);
-    });
-    size_t taken = 0;
-    while (taken < std::min(most, plans.size()) &&
-           microseconds(plans[taken]) <= kHopeless * microseconds(plans[0])) {
-      tried.push_back(plans[taken++]);
-    }
-    plans.erase(plans.begin(), plans.begin() + static_cast<std::ptrdiff_t>(taken));
+    const size_t count = common::worth_trying(plans, most, microseconds);
+    const auto end = plans.begin() + static_cast<std::ptrdiff_t>(count);
+    tried.insert(tried.end(), plans.begin(), end);
+    plans.erase(plans.begin(), end);
   };
   take(all ? kMostPlans : 1, [](const Plan& plan) { return plan.microseconds(); });
   take(all ? kMostPlans / 3 : 0,
@@ -283,7 +277,7 @@ inline std::vector<Plan> plans_to_try(std::vector<Plan> plans, bool all) {
 inline std::vector<Product> products_of(const Layer& layer, const std::vector<Plan>& plans) {
   std::map<std::pair<bool, bool>, std::pair<Layer, std::function<void()>>> aligned;
   std::vector<Product> products;
-  for (const Plan& plan : plans_to_try(plans, layer.workspace.all_ways)) {
+  for (const Plan& plan : plans_to_try(plans, layer.caller.search.all)) {
     const std::pair copies = {plan.copies_x, plan.copies_W};
     if (!aligned.contains(copies)) {
       aligned.emplace(copies, with_aligned_rows(layer, plan.copies_x, plan.copies_W));
@@ -291,12 +285,9 @@ inline std::vector<Product> products_of(const Layer& layer, const std::vector<Pl
     const auto& [inputs, align] = aligned.at(copies);
     Product& product = products.emplace_back(plan.make(inputs));
     product.expected = plan.expected;
-    if (align) {
-      product.launch = [align = align, launch = product.launch](Results results) {
-        align();
-        launch(results);
-      };
-      product.alone.launch = [align = align, launch = product.alone.launch](Results results) {
+    if (!align) continue;
+    for (auto* const launch : {&product.launch, &product.launch_alone}) {
+      *launch = [align = align, launch = *launch](Results results) {
         align();
         launch(results);
       };

@@ -13,11 +13,11 @@
 #include <string>
 #include <vector>
 
-#include "operators/operands.h"
+#include "operators/caller.h"
+#include "operators/estimate.h"
 #include "operators/product/shape.h"
 #include "operators/product/transpose.cuh"
 #include "operators/softmax/softmax.h"
-#include "operators/softmax/steps.h"
 
 namespace operators::softmax {
 
@@ -32,7 +32,7 @@ int64_t pitch(int64_t cols) {
 /// dense. (These products are many kernels, so that a program has them once.)
 template <typename T>
 using ProductSteps =
-    std::function<std::vector<Way>(const Workspace&, const Memory<T>& a, const Memory<T>& b,
+    std::function<std::vector<Way>(const Caller&, const Memory<T>& a, const Memory<T>& b,
                                    const Memory<T>& c, product::ProductShape, product::RowStrides)>;
 
 template <typename T>
@@ -44,7 +44,7 @@ struct LayerGradients {
 
 /// The gradients as one way, or none if a product is too large.
 template <typename T>
-std::vector<Way> layer_gradients(const Workspace& workspace, const LayerGradients<T>& of,
+std::vector<Way> layer_gradients(const Caller& caller, const LayerGradients<T>& of,
                                  const SoftmaxShape& shape, const ProductSteps<T>& multiply) {
   const int64_t B = shape.rows, D = shape.inputs, C = shape.classes;
   struct Matrix {
@@ -55,7 +55,7 @@ std::vector<Way> layer_gradients(const Workspace& workspace, const LayerGradient
     return Matrix{data, rows, cols, cols};
   };
   const auto own = [&](int64_t rows, int64_t cols, int64_t stride) {
-    return Matrix{workspace.any<T>(static_cast<size_t>(rows * stride)), rows, cols, stride};
+    return Matrix{caller.workspace.any<T>(static_cast<size_t>(rows * stride)), rows, cols, stride};
   };
   const auto moves = [](int64_t elements) {
     return microseconds_to_move(2.0 * sizeof(T) * static_cast<double>(elements));
@@ -64,7 +64,7 @@ std::vector<Way> layer_gradients(const Workspace& workspace, const LayerGradient
   std::string name = "gradients of logits";
   const auto transpose = [&](const Matrix& from, const Matrix& to) {
     steps.push_back({"", moves(from.rows * from.cols),
-                     [=, stream = workspace.stream] {  // zeros up to the stride
+                     [=, stream = caller.stream] {  // zeros up to the stride
                        product::launch_transpose<T>({from.data, from.rows, from.cols, from.stride},
                                                     {to.data, to.rows, to.stride, to.stride},
                                                     stream);
@@ -76,7 +76,7 @@ std::vector<Way> layer_gradients(const Workspace& workspace, const LayerGradient
     const product::ProductShape sizes = {static_cast<int>(c.rows), static_cast<int>(c.cols),
                                          static_cast<int>(a.cols)};
     const auto found =
-        multiply(workspace, a.data, b.data, c.data, sizes, {apart(a), apart(b), apart(c)});
+        multiply(caller.of_step(), a.data, b.data, c.data, sizes, {apart(a), apart(b), apart(c)});
     if (!found.empty()) name += ", then " + found[0].name;
     steps.insert(steps.end(), found.begin(), found.end());
     return !found.empty();
@@ -96,7 +96,7 @@ std::vector<Way> layer_gradients(const Workspace& workspace, const LayerGradient
     if (!product(g, w_t, d_x)) return {};
   }
   if (!product(x_t, g, given(of.d_w, D, C))) return {};
-  return {in_turn(name, steps)};
+  return {in_turn({name}, steps)};
 }
 
 /// A row of gradients of logits is worth so many threads: a warp of short rows, and of long ones so

@@ -6,7 +6,7 @@
 #include <cstdint>
 #include <vector>
 
-#include "operators/operands.h"
+#include "operators/caller.h"
 #include "primitives/launch.h"
 
 namespace operators::softmax {
@@ -14,8 +14,7 @@ namespace operators::softmax {
 /// A way to compute logits = x W alone. With one slice of D it leaves, if wanted, the maximum and
 /// the sum of each of `count` parts of each row in `parts` (B, count); `count` is 0 if it has no
 /// parts. With several slices it leaves partial logits in `sliced` (slices, B, C), and no logits.
-struct LogitsWay {
-  Way way;
+struct LogitsWay : Way {
   int slices, count;
   Memory<float> sliced;
   Memory<float2> parts;
@@ -38,8 +37,8 @@ __global__ void __launch_bounds__(kThreads)
 /// The steps of a product of `count` results: those of the way, and then the sum of its slices.
 inline std::vector<Way> whole_product(const LogitsWay& of, const Memory<float>& results,
                                       int64_t count, cudaStream_t stream) {
-  if (of.slices == 1) return {of.way};
-  return {of.way,
+  if (of.slices == 1) return {of};
+  return {of,
           {"", 0,  // which the first step's time has
            [=, slices = of.slices, sliced = of.sliced] {
              add_slices<kAddThreads>

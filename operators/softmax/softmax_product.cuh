@@ -46,31 +46,34 @@ namespace operators::softmax {
 /// At most so many ways, of all kinds, are tried.
 constexpr size_t kMostWays = 64;
 
-/// A kind of kernel, and the ways to compute probabilities with it. Either list may be empty.
+/// In the order of Kernels.
+inline constexpr const char* kNames[] = {"rows, D split", "few rows", "tiles",   "online",
+                                         "narrow",        "cluster",  "exchange"};
+
+/// The ways to compute probabilities with a kind of kernel, or with all kinds. Either list may be
+/// empty.
 struct Kind {
-  std::string name;
-  int capability;  ///< the least compute capability, times 10; 90: Hopper, and no other
-  std::vector<Way> unfused, fused;
+  std::string name = {};
+  int capability = 0;  ///< the least compute capability, times 10; 90: Hopper, and no other
+  std::vector<Way> unfused = {}, fused = {};
 };
 
 /// The ways to compute probs = softmax(x W). Sizes are at least 1; there are at most kMostInputs
 /// inputs and kMostClasses classes. Only one launch may run at a time.
 class SoftmaxProduct {
  public:
-  SoftmaxProduct(const Workspace& workspace, const Memory<float>& x, const Memory<float>& W,
+  SoftmaxProduct(const Caller& caller, const Memory<float>& x, const Memory<float>& W,
                  const Memory<float>& probs, const SoftmaxShape& shape)
-      : layer_{workspace, shape, x, W, workspace.any<float>(most_sliced(shape))},
+      : layer_{caller, shape, x, W, caller.workspace.any<float>(most_sliced(shape))},
         probs_(probs),
-        logits_(workspace.all_ways ? workspace.any<float>(shape.rows * shape.classes) : probs),
-        parts_(workspace.any<float2>(shape.classes > kLeastForParts
-                                         ? shape.rows * (blocks_for(shape.classes, 32) + 1)
-                                         : 1)) {}
+        logits_(caller.search.all ? caller.workspace.any<float>(shape.rows * shape.classes)
+                                  : probs),
+        parts_(caller.workspace.any<float2>(shape.classes > kLeastForParts
+                                                ? shape.rows * (blocks_for(shape.classes, 32) + 1)
+                                                : 1)) {}
 
   /// The ways of all kinds that this device can run, those that should be the fastest first.
-  struct Ways {
-    std::vector<Way> unfused, fused;
-  };
-  Ways ways(Math math) const { return together(kinds(math)); }
+  Kind ways(Math math) const { return together(kinds(math)); }
 
   /// The kinds of kernels for this shape, each with its ways.
   std::vector<Kind> kinds(Math math) const {
@@ -81,7 +84,7 @@ class SoftmaxProduct {
 
   /// The ways of several kinds in one list. A kind without an estimate counts as if it took as long
   /// as the best of the others, so that it is tried.
-  Ways together(std::vector<Kind> kinds) const {
+  Kind together(std::vector<Kind> kinds) const {
     std::erase_if(kinds, [](const Kind& kind) { return !runs(kind.capability); });
     const auto all = [&](auto list) {
       std::stable_sort(kinds.begin(), kinds.end(), [&](const Kind& a, const Kind& b) {
@@ -100,7 +103,7 @@ class SoftmaxProduct {
       }
       return ways;
     };
-    return {all(&Kind::unfused), all(&Kind::fused)};
+    return {.unfused = all(&Kind::unfused), .fused = all(&Kind::fused)};
   }
 
  private:
@@ -118,9 +121,8 @@ class SoftmaxProduct {
   }
 
   static double least(const std::vector<Way>& ways) {
-    double microseconds = INFINITY;
-    for (const Way& way : ways) microseconds = std::min(microseconds, way.microseconds);
-    return microseconds;
+    const Way* const best = common::fastest(ways);
+    return best ? best->microseconds : INFINITY;
   }
 
   template <Math kMath>
@@ -145,24 +147,29 @@ class SoftmaxProduct {
   }
 
   Kind kind_of(const std::vector<Product>& products, int capability) const {
-    Kind kind = {products[0].name, capability, {}, {}};
+    const auto number = static_cast<int64_t>(products[0].kind);
+    Kind kind = {kNames[number], capability};
     for (const Product& product : products) {
+      const Expected& expected = product.expected;
+      const auto tile = static_cast<int64_t>(expected.tile);
       // Half fused or not, unfused is the same.
-      const auto& [microseconds, unfused_microseconds, tiles, how] = product.expected;
-      const auto same = [&name = tiles](const Way& way) { return way.name == name; };
+      const WayId unfused = way_id({number, tile});
+      const auto same = [&](const Way& way) { return way.id == unfused; };
       if (std::none_of(kind.unfused.begin(), kind.unfused.end(), same)) {
         const auto launch = [product, self = *this] {
           product.launch(self.results(Epilogue::logits));
           softmax<float>(self.logits_, self.probs_, self.layer_.shape, self.parts_, 1,
-                         self.layer_.workspace.stream);
+                         self.layer_.caller.stream);
         };
-        kind.unfused.push_back({tiles, unfused_microseconds, launch, product.shared_bytes});
+        kind.unfused.push_back(
+            {expected.tiles, expected.unfused_microseconds, launch, product.shared_bytes, unfused});
       }
       if (product.fuses) {
         const auto launch = [product, self = *this] {
           product.launch(self.results(Epilogue::softmax));
         };
-        kind.fused.push_back({tiles + how, microseconds, launch, product.shared_bytes});
+        kind.fused.push_back({expected.tiles + expected.how, expected.microseconds, launch,
+                              product.shared_bytes, way_id({number, tile, expected.slices})});
       }
     }
     return kind;
@@ -193,10 +200,10 @@ class SoftmaxProduct {
     std::vector<std::vector<Product>> rows;
     if (const auto narrow = choose_narrow(layer); kMath == Math::tf32 && !narrow.empty()) {
       rows.push_back(narrow);
-    } else if (cluster.microseconds() < kHopeless * exchange_time) {
+    } else if (cluster.microseconds() < common::kHopeless * exchange_time) {
       rows.push_back(products_of(layer, {cluster}));
     }
-    if (exchange_time < kHopeless * cluster.microseconds()) {
+    if (exchange_time < common::kHopeless * cluster.microseconds()) {
       rows.push_back(products_of(layer, exchange));
     }
     return rows;

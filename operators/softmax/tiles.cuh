@@ -203,8 +203,8 @@ Product make_all_columns(const Layer& layer) {
   const int splits =
       std::max(1, std::min({layer.D / kLeastDepth, kMostSplits, layer.sms / row_tiles}));
   const auto partial =
-      layer.workspace.any<float>(splits > 1 ? splits * layer.shape.rows * layer.C : 1);
-  const auto arrived = layer.workspace.zeros<unsigned>(row_tiles);
+      layer.caller.workspace.any<float>(splits > 1 ? splits * layer.shape.rows * layer.C : 1);
+  const auto arrived = layer.caller.workspace.zeros<unsigned>(row_tiles);
   const auto launch = [=](Results results) {
     results.partial = partial;
     results.arrived = splits > 1 ? arrived.data() : nullptr;
@@ -216,7 +216,7 @@ Product make_all_columns(const Layer& layer) {
       tiles_microseconds<Tile>(layer, std::ceil(1.0 * row_tiles * splits / layer.sms),
                                ceil_div(layer.D, splits), cost_of_tile<Tile>().finish) +
       (splits > 1 ? 3.6 + 65e-6 * Tile::BM * Tile::BN * splits : 0);
-  Product product = product_of("tiles", all_columns<Tile>, kBytes, launch);
+  Product product = product_of(Kernels::tiles, all_columns<Tile>, kBytes, launch);
   product.expected = {microseconds, microseconds + layer.softmax_microseconds()};
   return product;
 }
@@ -228,7 +228,7 @@ Product make_column_tiles(const Layer& layer) {
     layer.launch(column_tiles<Tile>, tiles, Tile::kThreads, Tile::kStageBytes,  //
                  factors_of(layer.x, layer.W, layer.B, layer.D, layer.C), results);
   };
-  Product product = half_fused(layer, "online", column_tiles<Tile>, Tile::kStageBytes, 1,
+  Product product = half_fused(layer, Kernels::online, column_tiles<Tile>, Tile::kStageBytes, 1,
                                static_cast<int>(blocks_for(layer.C, Tile::kCols)), launch);
   // A warp without rows has nothing to do after its steps.
   const double finish =

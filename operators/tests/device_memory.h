@@ -1,8 +1,12 @@
 // Memory for the programs in tests/ that call operators as a program does.
 #pragma once
 
+#include <algorithm>
+#include <cstdio>
+#include <vector>
+
 #include "common/device.h"
-#include "operators/operands.h"
+#include "operators/caller.h"
 
 namespace tests {
 
@@ -15,9 +19,25 @@ operators::Memory<T> memory_of(size_t count, int byte) {
   return operators::Memory<T>([data] { return static_cast<T*>(data); }, count);
 }
 
-inline operators::Workspace workspace() {
-  return {[](size_t bytes) { return memory_of<char>(bytes, 0xff); },
-          [](size_t bytes) { return memory_of<char>(bytes, 0); }};
+/// Whether each way alone is found again by its id. make(caller) constructs the operator.
+template <typename Make>
+bool found_by_ids(const std::vector<operators::Way>& ways, const Make& make) {
+  const auto none = [](size_t bytes) {
+    return operators::Memory<char>([] { return static_cast<char*>(nullptr); }, bytes);
+  };
+  return std::ranges::all_of(ways, [&](const operators::Way& way) {
+    const auto found =
+        make(operators::Caller{.workspace = {none, none}, .search = {.only = way.id}}).ways();
+    const bool same =
+        found.size() == 1 && found[0].name == way.name && found[0].microseconds == way.microseconds;
+    if (!same) std::printf("%s: not found by its id\n", way.name.c_str());
+    return same;
+  });
+}
+
+inline operators::Caller caller() {
+  return {{[](size_t bytes) { return memory_of<char>(bytes, 0xff); },
+           [](size_t bytes) { return memory_of<char>(bytes, 0); }}};
 }
 
 }  // namespace tests

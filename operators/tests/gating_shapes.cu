@@ -21,7 +21,7 @@
 using namespace common;
 using namespace tests;
 using namespace operators::gating;
-using operators::Memory, operators::Way, operators::Workspace;
+using operators::Caller, operators::Memory, operators::Way;
 
 namespace {
 
@@ -102,11 +102,12 @@ bool all_right(const GatingShape& shape, Gate gate, size_t most, const char* typ
   const std::vector<double> expected = layer_of(x, W1, b1, W2, b2, gate);
   GatingMemory<T> memory{x.device, W1.device, b1.device, W2.device, b2.device, out};
   if (gate != Gate::sigmoid) memory.b1 = none, memory.b2 = none, memory.gate = gate;
-  std::vector<Way> ways = GatedLayer<T>(workspace(), memory, shape).ways();
+  const auto make = [&](const Caller& by) { return GatedLayer<T>(by, memory, shape); };
+  std::vector<Way> ways = make(caller()).ways();
+  bool all = !ways.empty() && found_by_ids(ways, make);
   std::sort(ways.begin(), ways.end(),
             [](const Way& a, const Way& b) { return a.microseconds < b.microseconds; });
   ways.resize(std::min(ways.size(), most));
-  bool all = !ways.empty();
   for (const Way& way : ways) {
     const bool ok = right(way, out, expected);
     std::printf("%s%s%s\n", type, way.name.c_str(), ok ? "" : ": FAILED");
@@ -125,10 +126,10 @@ int main(int argc, char** argv) {
   const int M = std::atoi(argv[1]), K = std::atoi(argv[2]), H = std::atoi(argv[3]);
   const size_t most = argc > 4 ? static_cast<size_t>(std::atoi(argv[4])) : 1000;
   const Memory<half> none([] { return static_cast<half*>(nullptr); }, 0);
-  const Workspace no_workspace{[](size_t) { return memory_of<char>(1, 0); },
-                               [](size_t) { return memory_of<char>(1, 0); }};
+  const Caller no_caller{
+      {[](size_t) { return memory_of<char>(1, 0); }, [](size_t) { return memory_of<char>(1, 0); }}};
   if (most == 0) {
-    const GatedLayer<half> layer(no_workspace, {none, none, none, none, none, none}, {M, K, H});
+    const GatedLayer<half> layer(no_caller, {none, none, none, none, none, none}, {M, K, H});
     for (const Way& way : layer.ways()) std::printf("%s\n", way.name.c_str());
     return 0;
   }

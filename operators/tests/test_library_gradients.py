@@ -187,11 +187,13 @@ class CrossEntropyBackward(OfLogits):
 class AttentionBackward(Backward):
     NAME, Description = "attention_backward", fused_kernels.fk_attention_gradients
     OF_QUERIES, OF_KEYS, WRITTEN = ("d_out", "q", "out", "d_q"), ("k", "v", "d_k", "d_v"), ("d_q", "d_k", "d_v")
-    NAMES = ("d_out", "q", "k", "v", "out", "log_sums", *WRITTEN)
+    NAMES, MORE_ROWS = ("d_out", "q", "k", "v", "out", "log_sums", *WRITTEN), 70
 
     def __init__(self, library, batch=1, queries=20, keys=30, heads=2, kv_heads=1, width=16, causal=0, type=FLOAT16,
-                 layout="dense", deterministic=0, seed=0):
-        """layout: "dense"; "heads first", (batch, heads, rows, width); or "apart", with gaps between rows and heads."""
+                 layout="dense", deterministic=0, large=1.0, seed=0):
+        """layout: "dense"; "heads first", (batch, heads, rows, width); "apart", with gaps between rows and heads; or
+        "longer", where the rows of a batch element are the first of more, which are infinite. q is multiplied by
+        `large`, and so are logits, which are up to 4 with the default width."""
         self.layout, far = layout, width + 8 * (layout == "apart")
         of = self.description = self.Description(
             ctypes.sizeof(self.Description), type, causal, batch, queries, keys, heads, kv_heads, width, scale=0.5,
@@ -205,9 +207,16 @@ class AttentionBackward(Backward):
                 setattr(of, f"{name}_strides", Strides(*by))
             else:
                 self.by[name] = by = (rows * of_heads * far, *by[1:])
-            content = bytearray(b"\xff" * (2 * (self.place(name, batch - 1, rows - 1, of_heads - 1) + width)))
+            between, behind = b"\xff\xff", 0
+            if layout == "longer":
+                behind = self.MORE_ROWS * of_heads * far
+                self.by[name] = by = (rows * of_heads * far + behind, *by[1:])
+                setattr(of, f"{name}_strides", Strides(*by))
+                if name not in self.WRITTEN:
+                    between = packed([math.inf], type)
+            content = bytearray(between * (self.place(name, batch - 1, rows - 1, of_heads - 1) + width + behind))
             if name not in self.WRITTEN:
-                values = numbers(batch * rows * of_heads * width, seed + i)
+                values = numbers(batch * rows * of_heads * width, seed + i, large if name == "q" else 1.0)
                 self.rows[name] = {}
                 for at in range(batch * rows * of_heads):
                     row = values[at * width:(at + 1) * width]
@@ -221,7 +230,9 @@ class AttentionBackward(Backward):
             for head in range(heads):
                 for s in range(queries):
                     logits = [self.logit(b, s, t, head) for t in self.seen(s)]
-                    self.log_sums.append(math.log(sum(map(math.exp, logits))) if logits else -math.inf)
+                    most = max(logits, default=0)
+                    self.log_sums.append(most + math.log(sum(math.exp(each - most) for each in logits)) if logits
+                                         else -math.inf)
         operands["log_sums"] = packed(self.log_sums, FLOAT32)
         self.log_sums = unpacked(operands["log_sums"], FLOAT32)
         super().__init__(library, of, operands)
@@ -241,9 +252,10 @@ class AttentionBackward(Backward):
 
     def expected(self):
         """(gradient, how far it may be off) of each row, by name and place. P and dS are rounded to the type before the
-        second products, dS perhaps after a rounding of its P. fp32's own errors are as forward's."""
+        second products, dS perhaps after a rounding of its P. fp32's own errors are as forward's, and in P those of
+        logits that are large."""
         of = self.description
-        rounding, least = ROUNDING[of.type], LEAST if of.type == FLOAT16 else 0
+        rounding, least = ROUNDING[of.type], LEAST if of.type == FLOAT16 else 2.0**-120  # of fp32's exponentials
         result = {name: {} for name in self.WRITTEN}
 
         def add(name, where, factor, off, row):
@@ -266,9 +278,10 @@ class AttentionBackward(Backward):
                 p, v = math.exp(self.logit(b, s, t, head) - log_sum), self.rows["v"][b, t, g]
                 d_p = sum(a * c for a, c in zip(d_out, v))
                 d_s = p * (d_p - row_sum)
-                far_s = (2.02 * rounding + 2.0**-16) * abs(d_s) + FP32 * p * (
+                far_p = 2.0**-16 + 2.0**-22 * abs(log_sum)
+                far_s = (2.02 * rounding + far_p) * abs(d_s) + FP32 * p * (
                     size + sum(abs(a * c) for a, c in zip(d_out, v))) + least * (1 + abs(d_p - row_sum))
-                add("d_v", (b, t, g), p, (1.01 * rounding + 2.0**-16) * p + least, d_out)
+                add("d_v", (b, t, g), p, (1.01 * rounding + far_p) * p + least, d_out)
                 add("d_q", (b, s, head), 0.5 * d_s, 0.5 * far_s, self.rows["k"][b, t, g])
                 add("d_k", (b, t, g), 0.5 * d_s, 0.5 * far_s, self.rows["q"][b, s, head])
         return {name: {where: (value, [1.01 * rounding * abs(each) + off + least for each, off in zip(value, far)])
@@ -303,6 +316,12 @@ ATTENTION = [
     (AttentionBackward, dict(batch=2, queries=9, keys=33, heads=4, kv_heads=2, width=24, causal=1, layout="apart")),
     (AttentionBackward, dict(batch=2, queries=5, keys=9, heads=2, kv_heads=2, width=104, layout="apart",
                              type=BFLOAT16)),
+    # Rows behind the last one that are infinite; logits of 10000 and more, of which few have a probability above 0.
+    *((AttentionBackward, dict(batch=2, queries=70, keys=67, heads=2, kv_heads=1, width=64, causal=causal,
+                               layout="longer", deterministic=causal)) for causal in (0, 1)),
+    (AttentionBackward, dict(queries=40, keys=70, heads=1, width=64, layout="longer", type=BFLOAT16)),
+    *((AttentionBackward, dict(queries=40, keys=150, heads=1, width=width, causal=1, large=2.0**11, type=kind))
+      for width, kind in ((64, FLOAT16), (128, BFLOAT16))),
     # In order: several tiles of both, heads that alternate, queries without a key, more sequences than come abreast.
     (AttentionBackward, dict(queries=70, keys=140, heads=1, width=64, type=BFLOAT16, deterministic=1)),
     (AttentionBackward, dict(queries=150, keys=66, heads=2, width=8, causal=1, deterministic=1)),

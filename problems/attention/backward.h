@@ -95,6 +95,12 @@ struct AttentionBackwardProblem {
     return row;
   }
 
+  /// Of inputs and outputs, in bytes.
+  double ends() const {
+    return Q.bytes() + K.bytes() + V.bytes() + d_out.bytes() + out.bytes() + log_sums.bytes() +
+           dQ.bytes() + dK.bytes() + dV.bytes();
+  }
+
   AttentionShape shape;
   Problem& problem;
   Buffer<T> Q, K, V, d_out;

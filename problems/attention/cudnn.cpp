@@ -33,6 +33,7 @@ enum class Kind : int {
   matmul_operation = 19,
   reduction = 21,
   reduction_operation = 22,
+  reshape_operation = 31,
 };
 
 enum class Attribute : int {
@@ -74,6 +75,8 @@ enum class Attribute : int {
   reduction_x = 1610,
   reduction_y = 1611,
   reduction_descriptor = 1612,
+  reshape_x = 2200,
+  reshape_y = 2201,
 };
 
 enum class DataType : int { fp32 = 0, fp16 = 2, int32 = 4, bf16 = 9, boolean = 11 };
@@ -84,6 +87,7 @@ enum class Pointwise : int {
   subtract = 9,
   exp = 13,
   log = 15,
+  identity = 21,
   not_less = 303,
   index = 501,
   select = 601,
@@ -114,6 +118,9 @@ constexpr int kPointers = 6, kDescriptors = 15;
 constexpr size_t kLeastVersion = 90000, kWrongVersions[] = {91000, 91001};
 /// Before it, the mask is the least finite number.
 constexpr size_t kMasksWithInfinity = 91000;
+/// From the first on a gradient's graph begins its sums of dQ with zeros itself; before the second
+/// it has to mask what lies behind the keys, unless their number is a multiple of 128.
+constexpr size_t kZeroesSums = 90600, kGradientsOfAnyKeys = 91600;
 
 // ---- The library -------------------------------------------------------------------------------
 
@@ -261,6 +268,13 @@ enum Id : int64_t {
   kMask,
   kQueries,
   kKeys,
+  kOne,
+  kGradOut,
+  kGradQ,
+  kGradK,
+  kGradV,
+  kRowSums,
+  kQuerySums,
   kFirstVirtual,
 };
 
@@ -328,6 +342,14 @@ class Graph {
         .finalize();
   }
 
+  /// The same elements with other extents, strides or another type.
+  void reshape(const Object& x, const Object& y) {
+    operation(Kind::reshape_operation)
+        .set(Attribute::reshape_x, x)
+        .set(Attribute::reshape_y, y)
+        .finalize();
+  }
+
   Object finished(Handle handle) const {
     Object graph(library_, Kind::graph);
     if (handle) graph.set(Attribute::graph_handle, handle);
@@ -367,57 +389,130 @@ class Graph {
   std::vector<Object> operations_;
 };
 
-/// In the order, and with the mask, that cuDNN recognizes: the query's row is moved by keys -
-/// queries, where these differ, and sees the columns that are not behind it.
-void describe_attention(Graph& graph, const AttentionShape& shape, DataType type, bool with_lse) {
-  const auto& [batch, queries, keys, heads, kv_heads, width, causal] = shape;
-  const Layout of_queries = {{batch, heads, queries, width},
-                             {queries * heads * width, width, heads * width, 1}};
-  const Layout of_keys = {{batch, kv_heads, keys, width},
-                          {keys * kv_heads * width, width, kv_heads * width, 1}};
-  const Layout transposed = {{batch, kv_heads, width, keys},
-                             {keys * kv_heads * width, width, 1, kv_heads * width}};
-  const Layout square = dense(batch, heads, queries, keys), row = dense(batch, heads, queries, 1);
-
-  const Object& logits = graph.between(square);
-  graph.matmul(graph.operand(kQ, type, of_queries), graph.operand(kK, type, transposed), logits);
-  const Object* last = &graph.between(square);
-  graph.pointwise(Pointwise::multiply, logits, &graph.number(kScale, DataType::fp32), nullptr,
-                  *last);
-  // One query sees all keys.
-  if (causal && queries > 1) {
-    const Object* rows = &graph.between(square, DataType::int32);
-    const Object& columns = graph.between(square, DataType::int32);
-    graph.index(2, *last, *rows);
-    graph.index(3, *last, columns);
-    if (queries != keys) {
-      const Object &later = graph.between(square, DataType::int32),
-                   &moved = graph.between(square, DataType::int32);
-      graph.pointwise(Pointwise::add, *rows, &graph.number(kKeys, DataType::int32), nullptr, later,
-                      DataType::int32);
-      graph.pointwise(Pointwise::subtract, later, &graph.number(kQueries, DataType::int32), nullptr,
-                      moved, DataType::int32);
-      rows = &moved;
-    }
-    const Object &sees = graph.between(square, DataType::boolean), &masked = graph.between(square);
-    graph.pointwise(Pointwise::not_less, *rows, &columns, nullptr, sees, DataType::boolean);
-    graph.pointwise(Pointwise::select, *last, &graph.number(kMask, DataType::fp32), &sees, masked);
-    last = &masked;
+/// The layouts of attention's tensors, as cuDNN numbers them.
+struct Layouts {
+  Layout of_queries, of_keys, transposed, square, transposed_square, row;
+  explicit Layouts(const AttentionShape& shape) {
+    const auto& [batch, queries, keys, heads, kv_heads, width, causal] = shape;
+    of_queries = {{batch, heads, queries, width},
+                  {queries * heads * width, width, heads * width, 1}};
+    of_keys = {{batch, kv_heads, keys, width},
+               {keys * kv_heads * width, width, kv_heads * width, 1}};
+    transposed = {{batch, kv_heads, width, keys},
+                  {keys * kv_heads * width, width, 1, kv_heads * width}};
+    square = dense(batch, heads, queries, keys);
+    transposed_square = {{batch, heads, keys, queries},
+                         {heads * queries * keys, queries * keys, 1, keys}};
+    row = dense(batch, heads, queries, 1);
   }
+};
+
+/// The logits, of which the mask has taken what a query does not see. It is the one that cuDNN
+/// recognizes: the query's row is moved by keys - queries, where these differ, and sees the columns
+/// that are not behind it.
+const Object& masked(Graph& graph, const AttentionShape& shape, const Layout& square,
+                     const Object& logits) {
+  // One query sees all keys.
+  if (!shape.causal || shape.queries == 1) return logits;
+  const Object* rows = &graph.between(square, DataType::int32);
+  const Object& columns = graph.between(square, DataType::int32);
+  graph.index(2, logits, *rows);
+  graph.index(3, logits, columns);
+  if (shape.queries != shape.keys) {
+    const Object &later = graph.between(square, DataType::int32),
+                 &moved = graph.between(square, DataType::int32);
+    graph.pointwise(Pointwise::add, *rows, &graph.number(kKeys, DataType::int32), nullptr, later,
+                    DataType::int32);
+    graph.pointwise(Pointwise::subtract, later, &graph.number(kQueries, DataType::int32), nullptr,
+                    moved, DataType::int32);
+    rows = &moved;
+  }
+  const Object &sees = graph.between(square, DataType::boolean), &result = graph.between(square);
+  graph.pointwise(Pointwise::not_less, *rows, &columns, nullptr, sees, DataType::boolean);
+  graph.pointwise(Pointwise::select, logits, &graph.number(kMask, DataType::fp32), &sees, result);
+  return result;
+}
+
+/// In the order that cuDNN recognizes.
+void describe_attention(Graph& graph, const AttentionShape& shape, DataType type) {
+  const auto& [of_queries, of_keys, transposed, square, transposed_square, row] = Layouts(shape);
+
+  const Object &logits = graph.between(square), &scaled = graph.between(square);
+  graph.matmul(graph.operand(kQ, type, of_queries), graph.operand(kK, type, transposed), logits);
+  graph.pointwise(Pointwise::multiply, logits, &graph.number(kScale, DataType::fp32), nullptr,
+                  scaled);
+  const Object& seen = masked(graph, shape, square, scaled);
   const Object &largest = graph.between(row), &difference = graph.between(square),
                &weights = graph.between(square), &sum = graph.between(row);
-  graph.reduce(Reduction::max, *last, largest);
-  graph.pointwise(Pointwise::subtract, *last, &largest, nullptr, difference);
+  graph.reduce(Reduction::max, seen, largest);
+  graph.pointwise(Pointwise::subtract, seen, &largest, nullptr, difference);
   graph.pointwise(Pointwise::exp, difference, nullptr, nullptr, weights);
   graph.reduce(Reduction::add, weights, sum);
-  // The log of the sum has to be there to be recognized, read or not.
-  const Object &log_of_sum = graph.between(row),
-               &lse = with_lse ? graph.operand(kLse, DataType::fp32, row) : graph.between(row);
+  const Object &log_of_sum = graph.between(row), &lse = graph.operand(kLse, DataType::fp32, row);
   graph.pointwise(Pointwise::log, sum, nullptr, nullptr, log_of_sum);
   graph.pointwise(Pointwise::add, largest, &log_of_sum, nullptr, lse);
   const Object& p = graph.between(square, type);
   graph.pointwise(Pointwise::divide, weights, &sum, nullptr, p);
   graph.matmul(p, graph.operand(kV, type, of_keys), graph.operand(kOut, type, of_queries));
+}
+
+/// The gradients, again in the order that cuDNN recognizes. D and the sums of dQ are no virtual
+/// tensors: they lie in the workspace.
+void describe_gradients(Graph& graph, const AttentionShape& shape, DataType type) {
+  const auto& [of_queries, of_keys, transposed, square, transposed_square, row] = Layouts(shape);
+  const Layout all_keys = dense(shape.batch, shape.heads, shape.keys, shape.width);
+  const Layout all_queries = dense(shape.batch, shape.heads, shape.queries, shape.width);
+  const auto between = [&](Pointwise mode, const Object& x, const Object* b,
+                           const Layout& layout) -> const Object& {
+    const Object& y = graph.between(layout);
+    graph.pointwise(mode, x, b, nullptr, y);
+    return y;
+  };
+  // The product with `right`, of which each head of K and V gets the sum over its heads of Q.
+  const auto add_up = [&](const Object& left, const Object& right, Id id) {
+    const Object& result = graph.operand(id, type, of_keys);
+    if (shape.heads == shape.kv_heads) return graph.matmul(left, right, result);
+    const Object& of_each = graph.between(all_keys, type);
+    graph.matmul(left, right, of_each);
+    graph.reduce(Reduction::add, of_each, result);
+  };
+  const Object &Q = graph.operand(kQ, type, of_queries), &K = graph.operand(kK, type, transposed),
+               &d_out = graph.operand(kGradOut, type, of_queries),
+               &scale = graph.number(kScale, DataType::fp32);
+
+  // Without dropout D's factor is one.
+  const Object &terms = between(Pointwise::multiply, d_out, &graph.operand(kOut, type, of_queries),
+                                all_queries),
+               &sum = graph.between(row), &D = graph.operand(kRowSums, DataType::fp32, row);
+  graph.reduce(Reduction::add, terms, sum);
+  graph.pointwise(Pointwise::multiply, sum, &graph.number(kOne, DataType::fp32), nullptr, D);
+
+  const Object& logits = graph.between(square);
+  graph.matmul(Q, K, logits);
+  const Object &scaled = between(Pointwise::multiply, logits, &scale, square),
+               &without_sum = between(Pointwise::subtract, scaled,
+                                      &graph.operand(kLse, DataType::fp32, row), square),
+               &P = between(Pointwise::exp, masked(graph, shape, square, without_sum), nullptr,
+                            square),
+               &P_transposed = graph.between(transposed_square, type);
+  graph.reshape(P, P_transposed);
+  add_up(P_transposed, d_out, kGradV);
+
+  const Object& dP = graph.between(square);
+  graph.matmul(d_out, graph.operand(kV, type, transposed), dP);
+  const Object &less = between(Pointwise::subtract, dP, &D, square),
+               &of_logits = between(Pointwise::multiply, less, &P, square),
+               &dS = between(Pointwise::multiply, of_logits, &scale, square),
+               &dS_transposed = graph.between(transposed_square, type);
+  graph.reshape(dS, dS_transposed);
+  add_up(dS_transposed, Q, kGradK);
+
+  const Object &K_rows = graph.between(of_keys),
+               &sums = graph.operand(kQuerySums, DataType::fp32, all_queries);
+  graph.reshape(K, K_rows);
+  graph.matmul(dS, K_rows, sums);
+  graph.pointwise(Pointwise::identity, sums, nullptr, nullptr,
+                  graph.operand(kGradQ, type, of_queries));
 }
 
 }  // namespace
@@ -427,27 +522,33 @@ struct CudnnAttention::Plans {
 
   Library library;
   Handle handle = nullptr;
-  bool with_lse, is_masked, is_moved;
+  Pass pass;
+  bool is_masked, is_moved;
   // Numbers that the host passes.
-  float scale, mask = -std::numeric_limits<float>::infinity();
+  float scale, one = 1, mask = -std::numeric_limits<float>::infinity();
   int32_t queries, keys;
   struct Plan {
     Object plan;
     std::string name;
   };
   std::vector<Plan> plans;
-  size_t workspace_bytes = 0;
+  // Of the workspace: what a plan needs, and behind it the gradients' D, and sums of dQ.
+  size_t plan_bytes = 0, row_bytes = 0, sum_bytes = 0;
   // The last ones launched with.
   mutable Memory memory{};
   mutable std::unique_ptr<Object> pack;
 
-  Plans(const AttentionShape& shape, bool with_lse)
-      : with_lse(with_lse),
+  Plans(const AttentionShape& shape, Pass pass)
+      : pass(pass),
         is_masked(shape.causal && shape.queries > 1),
         is_moved(is_masked && shape.queries != shape.keys),
         scale(shape.scale()),
         queries(static_cast<int32_t>(shape.queries)),
-        keys(static_cast<int32_t>(shape.keys)) {}
+        keys(static_cast<int32_t>(shape.keys)) {
+    if (pass == Pass::forward) return;
+    row_bytes = aligned(shape.rows() * sizeof(float));
+    sum_bytes = shape.query_elements() * sizeof(float);
+  }
   Plans(const Plans&) = delete;
   Plans& operator=(const Plans&) = delete;
   ~Plans() {
@@ -455,6 +556,9 @@ struct CudnnAttention::Plans {
     pack.reset();
     if (handle) library.destroy(handle);
   }
+
+  static size_t aligned(size_t bytes) { return (bytes + 255) / 256 * 256; }
+  size_t workspace_bytes() const { return aligned(plan_bytes) + row_bytes + sum_bytes; }
 
   std::string version() const {
     const size_t number = library.version();
@@ -473,10 +577,14 @@ struct CudnnAttention::Plans {
       throw Refused("it has no causal attention of more queries than keys");
     }
     if (shape.width % 8 != 0) throw Refused("its heads have widths of multiples of 8");
+    if (pass == Pass::backward &&
+        number < (shape.keys % 128 == 0 ? kZeroesSums : kGradientsOfAnyKeys)) {
+      throw Refused("the gradients of this version need other graphs");
+    }
     library.check(library.create(&handle), "cudnnCreate");
     Graph operations(library);
-    describe_attention(operations, shape, type == Type::bf16 ? DataType::bf16 : DataType::fp16,
-                       with_lse);
+    const auto describe = pass == Pass::forward ? describe_attention : describe_gradients;
+    describe(operations, shape, type == Type::bf16 ? DataType::bf16 : DataType::fp16);
     const Object graph = operations.finished(handle);
     std::string why = "cuDNN proposes no kernel";
     for (const Heuristic mode : {Heuristic::a, Heuristic::fallback}) {
@@ -501,8 +609,8 @@ struct CudnnAttention::Plans {
       try {
         Object plan(library, Kind::plan);
         plan.set(Attribute::plan_handle, handle).set(Attribute::plan_config, config).finalize();
-        workspace_bytes =
-            std::max(workspace_bytes, static_cast<size_t>(plan.number(Attribute::plan_workspace)));
+        plan_bytes =
+            std::max(plan_bytes, static_cast<size_t>(plan.number(Attribute::plan_workspace)));
         std::string name = "cuDNN " + version() + ", engine " + engine_of(config);
         plans.push_back({std::move(plan), std::move(name)});
       } catch (const Refused& refused) {
@@ -520,15 +628,21 @@ struct CudnnAttention::Plans {
   /// The pointers of a launch. They are kept, as they rarely change.
   Object& pack_of(const Memory& wanted) const {
     if (pack && memory == wanted) return *pack;
-    std::vector<int64_t> ids = {kQ, kK, kV, kOut, kScale};
-    std::vector<const void*> pointers = {wanted.Q, wanted.K, wanted.V, wanted.out, &scale};
+    std::vector<int64_t> ids = {kQ, kK, kV, kOut, kLse, kScale};
+    std::vector<const void*> pointers = {wanted.Q,   wanted.K,   wanted.V,
+                                         wanted.out, wanted.lse, &scale};
     const auto add = [&](Id id, const void* pointer) {
       ids.push_back(id);
       pointers.push_back(pointer);
     };
-    if (with_lse) add(kLse, wanted.lse);
     if (is_masked) add(kMask, &mask);
     if (is_moved) add(kQueries, &queries), add(kKeys, &keys);
+    if (pass == Pass::backward) {
+      char* const row_sums = static_cast<char*>(wanted.workspace) + aligned(plan_bytes);
+      add(kOne, &one), add(kGradOut, wanted.d_out), add(kGradQ, wanted.dQ);
+      add(kGradK, wanted.dK), add(kGradV, wanted.dV);
+      add(kRowSums, row_sums), add(kQuerySums, row_sums + row_bytes);
+    }
     pack = std::make_unique<Object>(library, Kind::variant_pack);
     pack->set(Attribute::pack_workspace, kPointers, 1, &wanted.workspace)
         .set(Attribute::pack_pointers, kPointers, static_cast<int64_t>(pointers.size()),
@@ -540,9 +654,9 @@ struct CudnnAttention::Plans {
   }
 };
 
-CudnnAttention::CudnnAttention(const AttentionShape& shape, Type type, bool with_lse) {
+CudnnAttention::CudnnAttention(const AttentionShape& shape, Type type, Pass pass) {
   try {
-    plans_ = std::make_unique<Plans>(shape, with_lse);
+    plans_ = std::make_unique<Plans>(shape, pass);
     version_ = plans_->version();
     plans_->build(shape, type);
   } catch (const Refused& refused) {
@@ -555,7 +669,7 @@ CudnnAttention::~CudnnAttention() = default;
 
 int CudnnAttention::plans() const { return static_cast<int>(plans_->plans.size()); }
 std::string CudnnAttention::name_of(int plan) const { return plans_->plans[plan].name; }
-size_t CudnnAttention::workspace_bytes() const { return plans_->workspace_bytes; }
+size_t CudnnAttention::workspace_bytes() const { return plans_->workspace_bytes(); }
 
 void CudnnAttention::launch(int plan, const Memory& memory, cudaStream_t stream) const {
   const Library& library = plans_->library;
@@ -577,7 +691,7 @@ namespace problems {
 
 struct CudnnAttention::Plans {};
 
-CudnnAttention::CudnnAttention(const AttentionShape&, Type, bool)
+CudnnAttention::CudnnAttention(const AttentionShape&, Type, Pass)
     : missing_("cuDNN runs on a GPU alone") {}
 CudnnAttention::~CudnnAttention() = default;
 int CudnnAttention::plans() const { return 0; }

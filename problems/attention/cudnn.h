@@ -9,13 +9,14 @@
 
 namespace problems {
 
-/// softmax(scale Q K^T + mask) V by cuDNN 9, for the layouts of AttentionProblem. No header of
-/// cuDNN is needed to build this. What is not there, or refused, is said in words, and the row is
-/// left out. Constructing takes a second, since cuDNN compiles some of its kernels.
+/// softmax(scale Q K^T + mask) V by cuDNN 9, or its gradients, for the layouts of AttentionProblem
+/// and AttentionBackwardProblem. No header of cuDNN is needed to build this. What is not there, or
+/// refused, is said in words, and the row is left out. Constructing takes a second, since cuDNN
+/// compiles some of its kernels.
 class CudnnAttention {
  public:
-  /// `with_lse`: the log of each row's sum is written, too.
-  CudnnAttention(const AttentionShape& shape, Type type, bool with_lse = true);
+  enum class Pass { forward, backward };
+  CudnnAttention(const AttentionShape& shape, Type type, Pass pass);
   CudnnAttention(const CudnnAttention&) = delete;
   CudnnAttention& operator=(const CudnnAttention&) = delete;
   ~CudnnAttention();
@@ -32,11 +33,12 @@ class CudnnAttention {
   /// Device memory that any of them needs.
   size_t workspace_bytes() const;
 
+  /// Forward writes out and lse, the logarithms of the sums; backward reads them, and writes dQ, dK
+  /// and dV, which are null in forward, as is d_out.
   struct Memory {
-    const void *Q, *K, *V;
-    void* out;
-    float* lse;  ///< may be null, without lse
-    void* workspace;
+    const void *Q, *K, *V, *out, *lse;
+    const void *d_out = nullptr, *dQ = nullptr, *dK = nullptr, *dV = nullptr;
+    void* workspace = nullptr;
     bool operator==(const Memory&) const = default;
   };
   /// May be captured in a graph. Not to be called by two threads at once.
@@ -48,23 +50,35 @@ class CudnnAttention {
   std::unique_ptr<Plans> plans_;
 };
 
-/// Adds the row "cuDNN", the fastest of its plans. Or says why there is none; else empty.
-template <typename T>
-std::string add_cudnn(const AttentionProblem<T>& to) {
-  const auto cudnn = std::make_shared<CudnnAttention>(to.shape, type_of<T>);
+/// Adds the row "cuDNN", the fastest of its plans, to a table of attention or of its gradients. Or
+/// says why there is none; else empty. memory_of() is called when the row is launched, as buffers
+/// have no memory before; the workspace is the table's.
+template <class Table, class MemoryOf>
+std::string add_cudnn(const Table& to, Type type, CudnnAttention::Pass pass, MemoryOf memory_of) {
+  const auto cudnn = std::make_shared<CudnnAttention>(to.shape, type, pass);
   if (!cudnn->missing().empty()) return cudnn->missing();
   const auto workspace =
       to.problem.template workspace<char>(std::max<size_t>(cudnn->workspace_bytes(), 1));
   std::vector<Way> ways;
   for (int plan = 0; plan < cudnn->plans(); ++plan) {
     const auto launch = [=] {
-      cudnn->launch(plan, {to.Q, to.K, to.V, to.out, to.lse, workspace}, cudaStreamPerThread);
+      CudnnAttention::Memory memory = memory_of();
+      memory.workspace = workspace;
+      cudnn->launch(plan, memory, cudaStreamPerThread);
     };
     // Nobody says how long which of them takes: all are tried.
     ways.push_back({cudnn->name_of(plan), to.shape.flops() / 500e6, launch});
   }
-  to.kernel("cuDNN", Role::library, ways);
+  Kernel& row = to.kernel("cuDNN", Role::library, ways);
+  if constexpr (requires { to.ends(); }) row.occupies(to.ends() + workspace.bytes());
   return {};
+}
+
+template <typename T>
+std::string add_cudnn(const AttentionProblem<T>& to) {
+  return add_cudnn(to, type_of<T>, CudnnAttention::Pass::forward, [to] {
+    return CudnnAttention::Memory{to.Q, to.K, to.V, to.out, to.lse};
+  });
 }
 
 }  // namespace problems

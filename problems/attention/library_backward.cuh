@@ -66,6 +66,12 @@ class LibraryAttentionBackward {
 
   void operator()() const;
 
+  /// Of what lies between the products.
+  double workspace_bytes() const {
+    const double squares = logits_.bytes() + dP_.bytes() + P_.bytes() + dS_.bytes();
+    return of_.shape.group() == 1 ? squares : squares + dK_sums_.bytes() + dV_sums_.bytes();
+  }
+
  private:
   template <typename Element>
   Buffer<Element> square() const {

@@ -63,9 +63,9 @@ struct SoftmaxProblem {
   }
   // `needs` is 90 for what Hopper alone runs, or else the least compute capability, times 10.
   void add(const std::string& row, Role role, int needs, std::vector<Way> ways,
-           const Tries& tries = {}) const {
+           size_t most = kMostTried) const {
     for (Way& way : ways) way.launch = verifiable(way.launch);
-    Kernel& kernel = problem.kernel(row, role, ways, tries).needs(needs);
+    Kernel& kernel = problem.kernel(row, role, ways, most).needs(needs);
     if (needs == 90) kernel.hopper_only();
   }
   std::function<void()> verifiable(const std::function<void()>& launch) const {

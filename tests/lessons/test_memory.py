@@ -25,6 +25,8 @@ RUNS = [
     pytest.param("10_clifford_gp", "1 --features 300 --algebra 3,0,1", marks=pytest.mark.extensive),
     ("bonus_clifford_fully_connected", "5 --features 36 --algebra 2,0,0"),
     ("bonus_clifford_fully_connected", "3 --features 12 --no-norm"),
+    ("bonus_attention_backward", "70 --keys 150 --heads 2 --kv-heads 1 --width 64 --batch 1"),
+    ("bonus_attention_backward", "40 --keys 40 --heads 2 --kv-heads 2 --width 128 --batch 1"),
     ("operators_diffusion", "200 --eigen 64 --width 64"),
     ("operators_diffusion", "200 --eigen 136 --width 320"),
     ("operators_diffusion", "75 --eigen 24 --width 72 --batch 3"),

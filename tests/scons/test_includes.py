@@ -1,9 +1,9 @@
 """Who may include whom. The rooms, from the ground up: primitives and common; checks, lessons; operators, their bench.
 
     lesson       checks, primitives, common
-    operators    primitives, operators
+    operators    primitives, operators, and common/choose/ways.h, how one of several ways is chosen
     operators/bench    operators, checks, primitives, common
-    operators/product  primitives, operators/product, operators/NAME.h: what others have in common, never another operator
+    operators/product  the same of operators/product and operators/NAME.h alone: never another operator
     checks       common, primitives, and operators/operands.h, and operators/NAME/NAME.h or tensors.h
     primitives   primitives; on the CPU backend, cpu
     common       common, cpu
@@ -22,8 +22,8 @@ from includes import ROOT, closure, included_by, linked_sources, sources_of
 HEADERS = (".h", ".cuh")
 ROOMS = {
     "operators/bench": r"(primitives|operators|problems|common)/",
-    "operators/product": r"primitives/|operators/(product/|\w+\.h$)",
-    "operators": r"primitives/|operators/(?!bench/)",
+    "operators/product": r"primitives/|common/choose/ways\.h$|operators/(product/|\w+\.h$)",
+    "operators": r"primitives/|common/choose/ways\.h$|operators/(?!bench/)",
     "problems": r"(common|primitives|problems)/|operators/(operands\.h|(\w+)/(\3|tensors)\.h)$",
     "primitives": r"primitives/|cpu/",
     "common": r"common/|cpu/",
@@ -61,6 +61,7 @@ def test_rooms_include_only_what_is_below_them():
     ("primitives/mma.cuh", "common/check.h"),
     ("operators/softmax/rows.cuh", "problems/softmax/softmax.h"),
     ("operators/product/plan.cuh", "common/lesson.h"),
+    ("operators/softmax/layer.cuh", "common/choose/choose.h"),
     ("operators/product/plan.cuh", "operators/bench/clifford_unfused.cuh"),
     ("operators/product/portable/tf32.cuh", "operators/softmax/layer.cuh"),
     ("3_matmul_tensorcore.cu", "operators/product/product.cuh"),

@@ -6,6 +6,7 @@
 #include <string>
 #include <vector>
 
+#include "operators/caller.h"
 #include "operators/clifford/any/rows.cuh"
 #include "operators/estimate.h"
 #include "primitives/launch.h"
@@ -23,6 +24,7 @@ struct AnyTensors {
   int p, q;                ///< signature; r comes from the number of vectors
   Memory<char> x, y, w, out;
   Workspace workspace;
+  cudaStream_t stream;
 };
 struct AnyGradients {
   Memory<char> d_out, dx, dy, dw;
@@ -55,7 +57,7 @@ struct PreparedWeights {
 
   const float* write() const {
     if (!tensors.weighted) return nullptr;
-    prepare_weights<<<ceil_div(count, kAnyThreads), kAnyThreads, 0, tensors.workspace.stream>>>(
+    prepare_weights<<<ceil_div(count, kAnyThreads), kAnyThreads, 0, tensors.stream>>>(
         tensors.w, tensors.weight_storage, memory, count, of);
     return memory;
   }
@@ -78,8 +80,8 @@ std::vector<Way> any_forward(const AnyTensors& tensors) {
   const bool again = of.layer.normed && of.layer.features > of.per_row * kAnyWidth<n>;
   const auto launch = [=] {
     const float* const w = weights.write();
-    forward_any<n><<<of.groups(), kAnyThreads, 0, tensors.workspace.stream>>>(tensors.x, tensors.y,
-                                                                              w, tensors.out, of);
+    forward_any<n>
+        <<<of.groups(), kAnyThreads, 0, tensors.stream>>>(tensors.x, tensors.y, w, tensors.out, of);
   };
   return {any_way<n>(tensors, of, again ? 4 : 3, launch)};
 }
@@ -98,7 +100,7 @@ std::vector<Way> any_backward(const AnyTensors& tensors, const AnyGradients& d) 
   const int count = groups * of.rows(), triples = of.metric.triples;
   const size_t of_weights = static_cast<size_t>(triples) * of.layer.features;
   const auto partials = tensors.workspace.any<float>(tensors.weighted ? count * of_weights : 0);
-  const auto launch = [=, stream = tensors.workspace.stream] {
+  const auto launch = [=, stream = tensors.stream] {
     const float* const w = weights.write();
     if (is_long) {
       gradient_sums_any<n>

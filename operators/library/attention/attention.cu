@@ -31,7 +31,7 @@ void check(const fk_attention& of) {
 /// v, out and, if they are wanted, log_sums.
 template <bool kLogSums>
 Operator operator_of(const fk_attention& of) {
-  return [=](const operators::Workspace& workspace, const Operands& at) {
+  return [=](const operators::Caller& caller, const Operands& at) {
     const AttentionShape shape{of.batch,    of.queries, of.keys,       of.heads,
                                of.kv_heads, of.width,   of.causal == 1};
     const Tensors tensors(of);
@@ -41,7 +41,7 @@ Operator operator_of(const fk_attention& of) {
       if (kLogSums) operands.log_sums = at.memory<float>(4, 0);
       operands.q = tensors.q.all(), operands.k = tensors.k.all();
       operands.v = tensors.v.all(), operands.o = tensors.out.all();
-      return Attention<T>(workspace, operands, shape, of.scale).ways();
+      return Attention<T>(caller, operands, shape, of.scale).ways();
     };
     return of.type == FK_FLOAT16 ? ways.template operator()<half>()
                                  : ways.template operator()<__nv_bfloat16>();

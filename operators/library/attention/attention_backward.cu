@@ -66,7 +66,7 @@ void check(const fk_attention_gradients& of) {
 /// The gradients of a description that has been checked. Their operands are the call's arguments:
 /// d_out, q, k, v, out, log_sums, d_q, d_k, d_v.
 Operator operator_of(const fk_attention_gradients& of) {
-  return [=](const operators::Workspace& workspace, const Operands& at) {
+  return [=](const operators::Caller& caller, const Operands& at) {
     const AttentionShape shape{of.batch,    of.queries, of.keys,       of.heads,
                                of.kv_heads, of.width,   of.causal == 1};
     const Tensors by(of);
@@ -77,8 +77,7 @@ Operator operator_of(const fk_attention_gradients& of) {
           at.memory<T>(8, 0), by.d_out.all(),         by.q.all(),         by.k.all(),
           by.v.all(),         by.out.all(),           by.d_q.all(),       by.d_k.all(),
           by.d_v.all()};
-      return AttentionBackward<T>(workspace, operands, shape, of.scale, of.deterministic == 1)
-          .ways();
+      return AttentionBackward<T>(caller, operands, shape, of.scale, of.deterministic == 1).ways();
     };
     return of.type == FK_FLOAT16 ? ways.template operator()<half>()
                                  : ways.template operator()<__nv_bfloat16>();

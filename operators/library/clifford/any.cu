@@ -32,7 +32,7 @@ Storage storage_of(int type) {
 }
 
 AnyTensors tensors_of(const fk_clifford& of, const Operands& at, int place_of_x,
-                      const Workspace& workspace) {
+                      const Caller& caller) {
   const auto memory = [&](int place) { return at.memory<char>(place, 0); };
   return {.layer = {static_cast<int>(of.batch), static_cast<int>(of.features), of.normed == 1,
                     of.gate == 0},
@@ -45,7 +45,8 @@ AnyTensors tensors_of(const fk_clifford& of, const Operands& at, int place_of_x,
           .y = memory(place_of_x + 1),
           .w = memory(place_of_x + 2),
           .out = memory(place_of_x + 3),
-          .workspace = workspace};
+          .workspace = caller.workspace,
+          .stream = caller.stream};
 }
 
 }  // namespace
@@ -56,16 +57,16 @@ int clifford_triples(const fk_clifford& of) {
   });
 }
 
-std::vector<Way> any_clifford_forward(const fk_clifford& of, const Workspace& workspace,
+std::vector<Way> any_clifford_forward(const fk_clifford& of, const Caller& caller,
                                       const Operands& at) {
-  const AnyTensors tensors = tensors_of(of, at, kForwardX, workspace);
+  const AnyTensors tensors = tensors_of(of, at, kForwardX, caller);
   return with_vectors(
       of, [&]<int n>(std::integral_constant<int, n>) { return any_forward<n>(tensors); });
 }
 
-std::vector<Way> any_clifford_backward(const fk_clifford& of, const Workspace& workspace,
+std::vector<Way> any_clifford_backward(const fk_clifford& of, const Caller& caller,
                                        const Operands& at) {
-  const AnyTensors tensors = tensors_of(of, at, kBackwardX, workspace);
+  const AnyTensors tensors = tensors_of(of, at, kBackwardX, caller);
   const auto memory = [&](int place) { return at.memory<char>(place, 0); };
   const AnyGradients d{memory(0), memory(4), memory(5), memory(6)};
   return with_vectors(

@@ -74,17 +74,17 @@ inline std::vector<Argument> backward_arguments(const CliffordCounts& of) {
 
 /// The ways of any algebra of up to five vectors, and how many triples it has: in any.cu, which is
 /// compiled by itself.
-std::vector<Way> any_clifford_forward(const fk_clifford& of, const Workspace& workspace,
+std::vector<Way> any_clifford_forward(const fk_clifford& of, const Caller& caller,
                                       const Operands& at);
-std::vector<Way> any_clifford_backward(const fk_clifford& of, const Workspace& workspace,
+std::vector<Way> any_clifford_backward(const fk_clifford& of, const Caller& caller,
                                        const Operands& at);
 int clifford_triples(const fk_clifford& of);
 
 /// The ways of a 16-bit type in kernels of one algebra; none, where there are no such kernels. In
 /// half.cu.
-std::vector<Way> half_clifford_forward(const fk_clifford& of, const Workspace& workspace,
+std::vector<Way> half_clifford_forward(const fk_clifford& of, const Caller& caller,
                                        const Operands& at);
-std::vector<Way> half_clifford_backward(const fk_clifford& of, const Workspace& workspace,
+std::vector<Way> half_clifford_backward(const fk_clifford& of, const Caller& caller,
                                         const Operands& at);
 
 }  // namespace operators::library

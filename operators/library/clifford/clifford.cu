@@ -64,34 +64,34 @@ std::vector<operators::Way> ways_here(Streaming streamed, Portable portable) {
 /// A pass of a description that has been checked: by kernels of its algebra and type, if there are
 /// any, or by those of any algebra.
 Operator forward_of(const fk_clifford& of) {
-  return [=](const operators::Workspace& workspace, const Operands& at) {
+  return [=](const operators::Caller& caller, const Operands& at) {
     std::vector<operators::Way> ways;
     if (of.type != FK_FLOAT32) {
-      ways = half_clifford_forward(of, workspace, at);
+      ways = half_clifford_forward(of, caller, at);
     } else {
       in_algebra(of, [&]<typename A>(A) {
-        const auto pass = tensors_of<A, float, float>(of, at, kForwardX, workspace);
+        const auto pass = tensors_of<A, float, float>(of, at, kForwardX, caller);
         ways = pass.after_it(ways_here([&] { return streamed_forward<A>(pass.tensors); },
                                        [&] { return portable_forward<A>(pass.tensors); }));
       });
     }
-    return ways.empty() ? any_clifford_forward(of, workspace, at) : ways;
+    return ways.empty() ? any_clifford_forward(of, caller, at) : ways;
   };
 }
 Operator backward_of(const fk_clifford& of) {
-  return [=](const operators::Workspace& workspace, const Operands& at) {
+  return [=](const operators::Caller& caller, const Operands& at) {
     std::vector<operators::Way> ways;
     if (of.type != FK_FLOAT32) {
-      ways = half_clifford_backward(of, workspace, at);
+      ways = half_clifford_backward(of, caller, at);
     } else {
       in_algebra(of, [&]<typename A>(A) {
-        const auto pass = tensors_of<A, float, float>(of, at, kBackwardX, workspace);
+        const auto pass = tensors_of<A, float, float>(of, at, kBackwardX, caller);
         const auto d = gradients_of<A, float, float>(of, at);
         ways = pass.after_it(ways_here([&] { return streamed_backward<A>(pass.tensors, d); },
                                        [&] { return portable_backward<A>(pass.tensors, d); }));
       });
     }
-    return ways.empty() ? any_clifford_backward(of, workspace, at) : ways;
+    return ways.empty() ? any_clifford_backward(of, caller, at) : ways;
   };
 }
 

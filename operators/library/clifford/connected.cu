@@ -44,7 +44,7 @@ CliffordCounts counts_of(const fk_clifford& of) {
 /// The layer, which takes the planes of its products ready from memory.
 template <typename A>
 Ready<A, true> layer_of(const fk_clifford& of, const Operands& at, int place_of_x,
-                        const Memory<float>& out, const operators::Workspace& workspace) {
+                        const Memory<float>& out, const operators::Caller& caller) {
   const CliffordCounts counts = counts_of(of);
   const CliffordTensors tensors{
       .layer = {static_cast<int>(of.batch), static_cast<int>(of.features), of.normed == 1},
@@ -52,8 +52,10 @@ Ready<A, true> layer_of(const fk_clifford& of, const Operands& at, int place_of_
       .y = at.memory<float>(place_of_x + 1, counts.x),
       .w = at.memory<float>(place_of_x + 2, counts.w),
       .out = out,
-      .workspace = workspace};
-  return {tensors, workspace.any<float>(static_cast<size_t>(A::kGrades) * of.batch)};
+      .workspace = caller.workspace,
+      .stream = caller.stream,
+      .alone = caller.alone};
+  return {tensors, caller.workspace.any<float>(static_cast<size_t>(A::kGrades) * of.batch)};
 }
 
 /// How long a pass should take: products of all planes at the rate of TF32.
@@ -66,11 +68,11 @@ double microseconds_of(const fk_clifford& of, int products) {
 
 /// A pass of a description that has been checked.
 Operator forward_of(const fk_clifford& of) {
-  return [=](const operators::Workspace& workspace, const Operands& at) {
+  return [=](const operators::Caller& caller, const Operands& at) {
     std::vector<operators::Way> ways;
     in_algebra(of, [&]<typename A>(A) {
       const Memory<float> out = at.memory<float>(3, counts_of(of).x);
-      const Ready<A, true> layer = layer_of<A>(of, at, kForwardX, out, workspace);
+      const Ready<A, true> layer = layer_of<A>(of, at, kForwardX, out, caller);
       ways.push_back({"planes beside the product", microseconds_of<A>(of, 1),
                       [=] { layer.forward(nullptr); }, 0});
     });
@@ -80,14 +82,14 @@ Operator forward_of(const fk_clifford& of) {
 
 /// Backward needs the result, the norms and the planes, which it computes again.
 Operator backward_of(const fk_clifford& of) {
-  return [=](const operators::Workspace& workspace, const Operands& at) {
+  return [=](const operators::Caller& caller, const Operands& at) {
     std::vector<operators::Way> ways;
     in_algebra(of, [&]<typename A>(A) {
       const CliffordCounts counts = counts_of(of);
-      const Memory<float> out = workspace.any<float>(static_cast<size_t>(counts.x));
+      const Memory<float> out = caller.workspace.any<float>(static_cast<size_t>(counts.x));
       const CliffordGradients d{at.memory<float>(0, counts.x), at.memory<float>(4, counts.x),
                                 at.memory<float>(5, counts.x), at.memory<float>(6, counts.w)};
-      const ReadyBackward<A, true> layer(layer_of<A>(of, at, kBackwardX, out, workspace), d);
+      const ReadyBackward<A, true> layer(layer_of<A>(of, at, kBackwardX, out, caller), d);
       ways.push_back(
           {"planes beside the product", microseconds_of<A>(of, 3), [=] { layer.run(); }, 0});
     });

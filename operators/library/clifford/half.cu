@@ -23,26 +23,26 @@ auto with_types(const fk_clifford& of, Run run) {
 
 }  // namespace
 
-std::vector<Way> half_clifford_forward(const fk_clifford& of, const Workspace& workspace,
+std::vector<Way> half_clifford_forward(const fk_clifford& of, const Caller& caller,
                                        const Operands& at) {
   std::vector<Way> ways;
   if (!primitives::is_hopper()) return ways;
   in_algebra(of, [&]<typename A>(A) {
     ways = with_types(of, [&]<typename T, typename D>(T*, D*) {
-      const auto pass = tensors_of<A, T, D>(of, at, kForwardX, workspace);
+      const auto pass = tensors_of<A, T, D>(of, at, kForwardX, caller);
       return pass.after_it(streamed_forward<A>(pass.tensors).ways);
     });
   });
   return ways;
 }
 
-std::vector<Way> half_clifford_backward(const fk_clifford& of, const Workspace& workspace,
+std::vector<Way> half_clifford_backward(const fk_clifford& of, const Caller& caller,
                                         const Operands& at) {
   std::vector<Way> ways;
   if (!primitives::is_hopper()) return ways;
   in_algebra(of, [&]<typename A>(A) {
     ways = with_types(of, [&]<typename T, typename D>(T*, D*) {
-      const auto pass = tensors_of<A, T, D>(of, at, kBackwardX, workspace);
+      const auto pass = tensors_of<A, T, D>(of, at, kBackwardX, caller);
       const auto d = gradients_of<A, T, D>(of, at);
       return pass.after_it(streamed_backward<A>(pass.tensors, d).ways);
     });

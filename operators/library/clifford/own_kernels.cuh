@@ -50,16 +50,15 @@ struct PassTensors {
 
 template <typename A, typename T, typename D>
 PassTensors<T> tensors_of(const fk_clifford& of, const Operands& at, int place_of_x,
-                          const Workspace& workspace) {
+                          const Caller& caller) {
   const int64_t count = A::kBlades * of.batch * of.features;
   const int weights = static_cast<int>(of.features * A::kTriples);
   const bool are_ready = std::is_same_v<D, float> && of.unweighted == 0;
   const auto w = are_ready ? at.memory<float>(place_of_x + 2, weights)
-                           : workspace.any<float>(static_cast<size_t>(weights));
+                           : caller.workspace.any<float>(static_cast<size_t>(weights));
   std::function<void()> prepare;
   if (!are_ready) {
-    prepare = [=, place = place_of_x + 2, is_there = of.unweighted == 0,
-               stream = workspace.stream] {
+    prepare = [=, place = place_of_x + 2, is_there = of.unweighted == 0, stream = caller.stream] {
       clifford::widen_weights<D><<<primitives::blocks_for(weights, clifford::kWideningThreads),
                                    clifford::kWideningThreads, 0, stream>>>(
           is_there ? at.at<D>(place) : nullptr, w, weights);
@@ -71,7 +70,9 @@ PassTensors<T> tensors_of(const fk_clifford& of, const Operands& at, int place_o
            .y = at.memory<T>(place_of_x + 1, count),
            .w = w,
            .out = at.memory<T>(place_of_x + 3, count),
-           .workspace = workspace},
+           .workspace = caller.workspace,
+           .stream = caller.stream,
+           .alone = caller.alone},
           prepare};
 }
 

@@ -64,28 +64,21 @@ class Carver {
  public:
   Carver(const Running& running, cudaStream_t stream) : running_(&running), stream_(stream) {}
 
-  /// Another stream may be at work, too, and nothing is tried: one way is wanted, that of this
-  /// name, or else the one that should be the fastest.
-  Workspace workspace(const std::string& only = {}) {
-    return {
+  size_t used() const { return used_; }
+
+  /// The operator's ways that are searched for and that the device has the shared memory for:
+  /// others would fail when they are launched, after everything has been accepted. Another stream
+  /// may be at work, too.
+  std::vector<Way> ways(const Operator& make, const Search& search) {
+    const Workspace workspace = {
         .of_any =
             [this](size_t bytes) {
               return Memory<char>([of = running_, at = take(bytes)] { return of->workspace + at; },
                                   bytes);
             },
         .of_zeros = [this](size_t bytes) { return zeros(bytes); },
-        .stream = stream_,
-        .alone = false,
-        .all_ways = false,
-        .only = only,
     };
-  }
-  size_t used() const { return used_; }
-
-  /// The operator's ways that the device has the shared memory for: others would fail when they are
-  /// launched, after everything has been accepted.
-  std::vector<Way> ways(const Operator& make, const Workspace& workspace) const {
-    std::vector<Way> all = make(workspace, Operands(*running_));
+    std::vector<Way> all = make({workspace, stream_, false, search}, Operands(*running_));
     const int most = primitives::most_shared_bytes();
     std::erase_if(all, [&](const Way& way) { return way.shared_bytes > most; });
     return all;
@@ -213,12 +206,12 @@ inline void refuse_given(const char* name, const void* pointer) {
 /// An operator that is ready to be launched, for any pointers.
 class Plan {
  public:
-  /// It computes in the way of this name, or else in the one that should be the fastest. Throws a
+  /// It computes in the way with this id, or else in the one that should be the fastest. Throws a
   /// Refusal for what cannot be computed.
-  explicit Plan(const Key& key, const std::string& way_name = {})
+  explicit Plan(const Key& key, const std::optional<WayId>& id = {})
       : key_(key), task_(key.task()), capability_(capability_to_plan_for()) {
     if (task_.arguments.size() > kMostOperands) throw primitives::Error("too many arguments");
-    choose(way_name);
+    choose(id);
   }
   Plan(const Plan&) = delete;  // its way refers to it
   Plan& operator=(const Plan&) = delete;
@@ -270,17 +263,15 @@ class Plan {
 
   /// Chooses the way, as the constructor does. `needed_` is what the one takes that should be the
   /// fastest, since that is what a query says.
-  void choose(const std::string& way_name) {
+  void choose(const std::optional<WayId>& id) {
     const TakingFor device(capability_);
     Carver carver(running_, key_.stream());
-    const std::vector<Way> ways = carver.ways(task_.make, carver.workspace());
-    if (ways.empty()) refuse_shape();
-    // One way, or the fastest one of several kinds of ways, which come first where they are equal.
-    const Way expected = *std::min_element(ways.begin(), ways.end(), sooner);
+    const std::vector<Way> ways = carver.ways(task_.make, {});  // the best one of each kind
+    const Way* const expected = common::fastest(ways);
+    if (!expected) refuse_shape();
     needed_ = carver.used();
-    std::optional<Way> other;
-    if (!way_name.empty() && way_name != expected.name) other = named(way_name);
-    best_ = other ? *other : expected;
+    best_ = *expected;
+    if (id && *id != best_.id) best_ = with_id(*id).value_or(best_);
     answers_ = {};
   }
 
@@ -291,9 +282,9 @@ class Plan {
     return status != cudaStreamCaptureStatusNone;
   }
 
-  /// The name of the fastest of the ways to try, found by launching each. To be called after
+  /// The id of the fastest of the ways to try, found by launching each. To be called after
   /// accept().
-  std::string fastest() {
+  WayId fastest() {
     const TakingFor device(capability_);
     const std::vector<Way> ways = ways_to_try();
     const Event start, end;
@@ -311,7 +302,7 @@ class Plan {
     float first = INFINITY;  // how long the best of all has taken in the first rounds
     for (int round = 0; round < kRounds; ++round) {
       for (size_t i = 0; i < ways.size(); ++i) {
-        if (round > 1 && least[i] > kSlow * first) continue;
+        if (round > 1 && least[i] > common::kHopeless * first) continue;
         // The first launch of a kernel loads its code.
         const int times = round == 0 || first > 0.1F ? 1 : 10;
         const float took = milliseconds(ways[i], times);
@@ -321,18 +312,15 @@ class Plan {
     }
     const auto best = std::min_element(least.begin(), least.end());
     // Where they take the same time the one stays that would be used otherwise.
-    return ways[*best < kClearly * least[0] ? best - least.begin() : 0].name;
+    return ways[*best < kClearly * least[0] ? best - least.begin() : 0].id;
   }
 
  private:
-  static bool sooner(const Way& a, const Way& b) { return a.microseconds < b.microseconds; }
-
-  /// The way of this name, if it needs no more workspace than `needed_`.
-  std::optional<Way> named(const std::string& name) const {
+  /// The way with this id, if it needs no more workspace than `needed_`.
+  std::optional<Way> with_id(WayId id) const {
     Carver carver(running_, key_.stream());
-    const std::vector<Way> ways = carver.ways(task_.make, carver.workspace(name));
-    const auto found =
-        std::find_if(ways.begin(), ways.end(), [&](const Way& way) { return way.name == name; });
+    const std::vector<Way> ways = carver.ways(task_.make, {.only = id});
+    const auto found = std::ranges::find(ways, id, &Way::id);
     if (found == ways.end() || carver.used() > needed_) return {};
     return *found;
   }
@@ -348,16 +336,13 @@ class Plan {
   /// should be the fastest.
   std::vector<Way> ways_to_try() const {
     Carver carver(running_, key_.stream());
-    Workspace workspace = carver.workspace();
-    workspace.all_ways = true;
-    std::vector<Way> all = carver.ways(task_.make, workspace);
-    std::stable_sort(all.begin(), all.end(), sooner);
+    std::vector<Way> all = carver.ways(task_.make, {.all = true});
+    all.resize(common::worth_trying(all, all.size()));
     std::vector<Way> ways = {best_};
     for (const Way& each : all) {
-      if (ways.size() >= kMostTried || each.microseconds > kHopeless * all[0].microseconds) break;
-      const auto same = [&](const Way& way) { return way.name == each.name; };
-      if (std::any_of(ways.begin(), ways.end(), same)) continue;
-      if (std::optional<Way> way = named(each.name)) ways.push_back(std::move(*way));
+      if (ways.size() >= kMostTried) break;
+      if (std::ranges::find(ways, each.id, &Way::id) != ways.end()) continue;
+      if (std::optional<Way> way = with_id(each.id)) ways.push_back(std::move(*way));
     }
     return ways;
   }
@@ -373,8 +358,7 @@ class Plan {
 
   static constexpr size_t kMostOperands = std::size(Running{}.operands);
   static constexpr size_t kMostTried = 32;
-  static constexpr double kHopeless = 1.5;  ///< so many times as long as the first are not tried
-  static constexpr float kSlow = 1.5F, kClearly = 0.98F;
+  static constexpr float kClearly = 0.98F;
   static constexpr int kRounds = 5;  ///< the first one is not timed
 
   Key key_;

@@ -17,16 +17,15 @@ LabelMemory labels_at(const fk_softmax& of, const Operands& at, int place) {
 
 /// A call's arguments are x, w, labels, losses, logits, log_sums.
 Operator losses(const fk_softmax& of) {
-  return [=](const operators::Workspace& workspace, const Operands& at) {
+  return [=](const operators::Caller& caller, const Operands& at) {
     const int64_t B = of.rows, D = of.inputs, C = of.classes;
     const CrossEntropy memory = {labels_at(of, at, 2), at.memory<float>(3, B),
                                  at.memory<float>(4, B * C), at.memory<float>(5, B)};
     return with_type(of, [&]<typename T>() {
       std::vector<operators::Way> ways;
-      for (const auto& product :
-           logits_ways(workspace, at.memory<T>(0, B * D), at.memory<T>(1, D * C), memory.logits,
-                       {B, D, C}, true)) {
-        ways.push_back(cross_entropy(workspace, memory, {B, D, C}, product));
+      for (const auto& product : logits_ways(caller, at.memory<T>(0, B * D), at.memory<T>(1, D * C),
+                                             memory.logits, {B, D, C}, true)) {
+        ways.push_back(cross_entropy(caller, memory, {B, D, C}, product));
       }
       return ways;
     });
@@ -35,11 +34,11 @@ Operator losses(const fk_softmax& of) {
 
 /// A call's arguments are d_losses, x, w, labels, logits, log_sums, d_x, d_w.
 Operator backward(const fk_softmax& of) {
-  return [=](const operators::Workspace& workspace, const Operands& at) {
+  return [=](const operators::Caller& caller, const Operands& at) {
     const int64_t B = of.rows, D = of.inputs, C = of.classes;
     return with_type(of, [&]<typename T>() {
       return cross_entropy_gradients<T>(
-          workspace,
+          caller,
           {at.memory<float>(0, B), at.memory<T>(1, B * D), at.memory<T>(2, D * C),
            labels_at(of, at, 3), at.memory<float>(4, B * C), at.memory<float>(5, B),
            at.memory<T>(6, B * D), at.memory<T>(7, D * C)},

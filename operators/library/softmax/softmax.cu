@@ -19,45 +19,45 @@ using operators::Way;
 /// The layer with the call's arguments x, w and probs, of a description that has been checked. Of
 /// few rows or columns the CUDA cores are as fast as memory; else tensor cores multiply, where the
 /// device has Hopper's.
-std::vector<Way> fp32_layer(const operators::Workspace& workspace, const Operands& operands,
+std::vector<Way> fp32_layer(const operators::Caller& caller, const Operands& operands,
                             const SoftmaxShape& shape) {
-  const SoftmaxProduct product(workspace, operands.memory<float>(0, shape.rows * shape.inputs),
+  const SoftmaxProduct product(caller, operands.memory<float>(0, shape.rows * shape.inputs),
                                operands.memory<float>(1, shape.inputs * shape.classes),
                                operands.memory<float>(2, shape.rows * shape.classes), shape);
   const bool few = shape.rows <= kMostFewRows || shape.classes <= kFewColumns;
-  SoftmaxProduct::Ways ways = product.ways(few || !is_hopper() ? Math::fp32 : Math::split);
+  Kind ways = product.ways(few || !is_hopper() ? Math::fp32 : Math::split);
   ways.fused.insert(ways.fused.end(), ways.unfused.begin(), ways.unfused.end());
   return ways.fused;
 }
 
 /// The same in 2 bytes, with the logits in the workspace.
 template <typename T>
-std::vector<Way> half_layer(const operators::Workspace& workspace, const Operands& operands,
+std::vector<Way> half_layer(const operators::Caller& caller, const Operands& operands,
                             const SoftmaxShape& shape) {
-  const auto logits = workspace.any<float>(static_cast<size_t>(shape.rows * shape.classes));
+  const auto logits = caller.workspace.any<float>(static_cast<size_t>(shape.rows * shape.classes));
   const auto products =
-      logits_ways(workspace, operands.memory<T>(0, shape.rows * shape.inputs),
+      logits_ways(caller, operands.memory<T>(0, shape.rows * shape.inputs),
                   operands.memory<T>(1, shape.inputs * shape.classes), logits, shape, false);
-  return softmax_of<T>(workspace, products, logits,
-                       operands.memory<T>(2, shape.rows * shape.classes), shape);
+  return softmax_of<T>(caller, products, logits, operands.memory<T>(2, shape.rows * shape.classes),
+                       shape);
 }
 
 Operator layer(const fk_softmax& of) {
-  return [=](const operators::Workspace& workspace, const Operands& operands) {
+  return [=](const operators::Caller& caller, const Operands& operands) {
     const SoftmaxShape shape{of.rows, of.inputs, of.classes};
     return with_type(of, [&]<typename T>() {
-      if constexpr (std::is_same_v<T, float>) return fp32_layer(workspace, operands, shape);
-      if constexpr (sizeof(T) == 2) return half_layer<T>(workspace, operands, shape);
+      if constexpr (std::is_same_v<T, float>) return fp32_layer(caller, operands, shape);
+      if constexpr (sizeof(T) == 2) return half_layer<T>(caller, operands, shape);
     });
   };
 }
 
 /// A call's arguments are d_probs, x, w, probs, d_x, d_w.
 Operator backward(const fk_softmax& of) {
-  return [=](const operators::Workspace& workspace, const Operands& at) {
+  return [=](const operators::Caller& caller, const Operands& at) {
     const int64_t x = of.rows * of.inputs, w = of.inputs * of.classes, probs = of.rows * of.classes;
     return with_type(of, [&]<typename T>() {
-      return softmax_gradients<T>(workspace,
+      return softmax_gradients<T>(caller,
                                   {at.memory<T>(0, probs), at.memory<T>(1, x), at.memory<T>(2, w),
                                    at.memory<T>(3, probs), at.memory<T>(4, x), at.memory<T>(5, w)},
                                   {of.rows, of.inputs, of.classes}, steps_of<T>());
@@ -90,32 +90,31 @@ Task backward_task(const fk_softmax& of) {
 
 }  // namespace
 
-std::vector<LogitsWay> operators::library::logits_ways(
-    const Workspace& workspace, const Memory<float>& x, const Memory<float>& W,
-    const Memory<float>& logits, const SoftmaxShape& shape, bool parts_wanted) {
+std::vector<LogitsWay> operators::library::logits_ways(const Caller& caller, const Memory<float>& x,
+                                                       const Memory<float>& W,
+                                                       const Memory<float>& logits,
+                                                       const SoftmaxShape& shape,
+                                                       bool parts_wanted) {
   std::vector<LogitsWay> ways;
-  if (is_hopper()) ways = split_logits_ways(workspace, x, W, logits, shape, parts_wanted);
+  if (is_hopper()) ways = split_logits_ways(caller, x, W, logits, shape, parts_wanted);
   const product::ProductShape sizes = {static_cast<int>(shape.rows),
                                        static_cast<int>(shape.classes),
                                        static_cast<int>(shape.inputs)};
-  const auto none = workspace.any<float2>(1);
-  for (const Way& way : fp32_product_ways(workspace, x, W, logits, sizes)) {
+  const auto none = caller.workspace.any<float2>(1);
+  for (const Way& way : fp32_product_ways(caller, x, W, logits, sizes)) {
     ways.push_back({way, 1, 0, logits, none});
   }
   if (ways.empty()) return {};
-  return {*std::min_element(ways.begin(), ways.end(), [](const LogitsWay& a, const LogitsWay& b) {
-    return a.way.microseconds < b.way.microseconds;
-  })};
+  return {*common::fastest(ways)};
 }
 
-std::vector<Way> operators::library::product_steps(const Workspace& workspace,
-                                                   const Memory<float>& a, const Memory<float>& b,
-                                                   const Memory<float>& c,
+std::vector<Way> operators::library::product_steps(const Caller& caller, const Memory<float>& a,
+                                                   const Memory<float>& b, const Memory<float>& c,
                                                    product::ProductShape shape,
                                                    product::RowStrides) {
-  const auto found = logits_ways(workspace, a, b, c, {shape.rows, shape.depth, shape.cols}, false);
+  const auto found = logits_ways(caller, a, b, c, {shape.rows, shape.depth, shape.cols}, false);
   if (found.empty()) return {};
-  return whole_product(found[0], c, int64_t{shape.rows} * shape.cols, workspace.stream);
+  return whole_product(found[0], c, int64_t{shape.rows} * shape.cols, caller.stream);
 }
 
 const Function operators::library::softmax_forward =

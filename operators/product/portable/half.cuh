@@ -13,8 +13,8 @@
 #include <utility>
 #include <vector>
 
+#include "operators/caller.h"
 #include "operators/estimate.h"
-#include "operators/operands.h"
 #include "operators/product/plan.cuh"
 #include "operators/product/portable/mma_tiles.cuh"
 #include "operators/product/shape.h"
@@ -59,11 +59,9 @@ class MmaWays {
  public:
   using Launch = MmaLaunch<T, kFactors, Epilogue>;
 
-  MmaWays(const Workspace& workspace, ProductShape shape, double copied,
-          std::function<Launch()> make)
-      : workspace_(workspace),
-        ways_(workspace),
-        sums_(workspace),
+  MmaWays(const Caller& caller, ProductShape shape, double copied, std::function<Launch()> make)
+      : caller_(caller),
+        ways_(caller.search),
         shape_(shape),
         copied_(copied),
         make_(std::move(make)) {}
@@ -71,7 +69,7 @@ class MmaWays {
   template <class... Tiles>
   std::vector<Way> ways() {
     (add<Tiles>(), ...);
-    sums_.allocate(workspace_);
+    sums_.allocate(caller_.workspace);
     return ways_.found();
   }
 
@@ -98,21 +96,23 @@ class MmaWays {
   template <class Tile>
   void add(const MmaPlan& plan) {
     const bool shares = plan.slices > 1;
-    const bool wanted = ways_.offer(plan.microseconds, [&] {
+    const WayId id = way_id({static_cast<int64_t>(Divided::by_mma_sync), Tile::BM, Tile::BN,
+                             Tile::BK, Tile::kStages, plan.slices});
+    const bool wanted = ways_.offer(plan.microseconds, id, [&] {
       const std::string name = "mma.sync; tile " + std::to_string(Tile::BM) + " x " +
                                std::to_string(Tile::BN) + " x " + std::to_string(Tile::BK) +
                                "; stages: " + std::to_string(Tile::kStages) +
                                (shares ? "; slices: " + std::to_string(plan.slices) : "") +
                                (copied_ > 0 ? "; rows copied" : "");
       return Way{name, plan.microseconds,
-                 [make = make_, plan, sums = sums_, stream = workspace_.stream] {
+                 [make = make_, plan, sums = sums_, stream = caller_.stream] {
                    launch<Tile>(make(), plan, sums.exchange(plan.slices > 1), stream);
                  },
                  Tile::kSharedBytes};
     });
     if (!wanted) return;
     const int64_t quads = plan.tiles * plan.slices * Tile::kQuads * Tile::kThreads;
-    sums_.needs(shares ? static_cast<size_t>(plan.tiles) : 0,
+    sums_.needs(ways_, shares ? static_cast<size_t>(plan.tiles) : 0,
                 shares ? static_cast<size_t>(4 * quads) : 0);
   }
   template <class Tile>
@@ -165,7 +165,7 @@ class MmaWays {
   }
 
   static constexpr int kMostSlices = 64, kLeastStepsOfSlice = 4;
-  Workspace workspace_;
+  Caller caller_;
   Ways ways_;
   SharedSums sums_;
   ProductShape shape_;
@@ -181,7 +181,7 @@ double bytes_copied(const AlignedRows<T>& matrix) {
 
 /// The ways to compute C = A B with these tiles and this epilogue.
 template <typename T, class... Tiles, class Epilogue>
-std::vector<Way> mma_half_ways(const Workspace& workspace, const AlignedRows<T>& A,
+std::vector<Way> mma_half_ways(const Caller& caller, const AlignedRows<T>& A,
                                const AlignedRows<T>& B, ProductShape shape,
                                const std::function<Epilogue()>& epilogue) {
   using Launch = MmaLaunch<T, 1, Epilogue>;
@@ -190,13 +190,13 @@ std::vector<Way> mma_half_ways(const Workspace& workspace, const AlignedRows<T>&
                   {A.data(), {B.data()}, A.stride, B.stride, shape.rows, shape.cols, shape.depth},
                   epilogue()};
   };
-  return MmaWays<T, 1, Epilogue>(workspace, shape, bytes_copied(A) + bytes_copied(B), make)
+  return MmaWays<T, 1, Epilogue>(caller, shape, bytes_copied(A) + bytes_copied(B), make)
       .template ways<Tiles...>();
 }
 
 /// The same of results in T. c_stride: 0 if C is dense.
 template <typename T>
-std::vector<Way> portable_half_ways(const Workspace& workspace, const AlignedRows<T>& A,
+std::vector<Way> portable_half_ways(const Caller& caller, const AlignedRows<T>& A,
                                     const AlignedRows<T>& B, const Memory<T>& C, int64_t c_stride,
                                     ProductShape shape) {
   const std::function<MmaStore<T>()> epilogue = [=] {
@@ -207,19 +207,19 @@ std::vector<Way> portable_half_ways(const Workspace& workspace, const AlignedRow
   return mma_half_ways<T, MmaTile<256, 128, 64, 4, 2, 3, 1>, MmaTile<128, 256, 32, 2, 4, 4, 1>,
                        MmaTile<128, 128, 64, 2, 2, 3, 2>, MmaTile<128, 128, 32, 2, 2, 3, 2>,
                        MmaTile<128, 64, 32, 2, 2, 4, 3>, MmaTile<64, 64, 64, 2, 2, 3, 4>>(
-      workspace, A, B, shape, epilogue);
+      caller, A, B, shape, epilogue);
 }
 
 /// The same of results in fp32. There are fewer tiles, since each is a kernel more to compile.
 template <typename T>
-std::vector<Way> portable_half_ways(const Workspace& workspace, const AlignedRows<T>& A,
+std::vector<Way> portable_half_ways(const Caller& caller, const AlignedRows<T>& A,
                                     const AlignedRows<T>& B, const Memory<float>& C, int64_t,
                                     ProductShape shape) {
   const std::function<MmaStoreSums<T>()> epilogue = [=] {
     return MmaStoreSums<T>{{C, shape.rows, shape.cols}};
   };
   return mma_half_ways<T, MmaTile<128, 256, 32, 2, 4, 4, 1>, MmaTile<128, 128, 64, 2, 2, 3, 2>,
-                       MmaTile<64, 64, 64, 2, 2, 3, 4>>(workspace, A, B, shape, epilogue);
+                       MmaTile<64, 64, 64, 2, 2, 3, 4>>(caller, A, B, shape, epilogue);
 }
 
 }  // namespace operators::product

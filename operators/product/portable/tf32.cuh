@@ -9,8 +9,8 @@
 #include <cstdint>
 #include <string>
 
+#include "operators/caller.h"
 #include "operators/estimate.h"
-#include "operators/operands.h"
 #include "operators/product/portable/fp32_tiles.cuh"
 #include "operators/product/shape.h"
 #include "primitives/launch.h"
@@ -86,7 +86,8 @@ struct PortableTf32 {
     const int64_t tiles = int64_t{ceil_div(shape.rows, Tile::BM)} * ceil_div(shape.cols, Tile::BN);
     if (kBytes > most_shared_bytes() || tiles > INT_MAX) return;
     const double microseconds = microseconds_of<Tile>(tiles);
-    ways.offer(microseconds, [&] {
+    const WayId id = way_id({static_cast<int64_t>(Divided::by_mma_sync), Tile::BM, Tile::BN});
+    ways.offer(microseconds, id, [&] {
       const std::string name = std::string(kMath == Math::split ? "3xTF32" : "TF32") +
                                " by mma.sync; tile " + std::to_string(Tile::BM) + " x " +
                                std::to_string(Tile::BN);

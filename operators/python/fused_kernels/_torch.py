@@ -4,7 +4,7 @@ what the package's functions call.
 
 An operator of torch.library costs several microseconds for each call, as long as the smallest kernels take. So it is
 called only where somebody looks at operators: torch.compile, torch.export, a TorchDispatchMode, torch.func, a subclass
-of Tensor, torch.autocast. All else calls the library directly, through an autograd.Function if a gradient is wanted."""
+of Tensor. All else calls the library directly, through an autograd.Function if a gradient is wanted."""
 
 import ctypes
 import itertools
@@ -168,6 +168,15 @@ def _on_device_of(name, tensor, function, *arguments):
         return function(*arguments)
 
 
+def _as_autocast(row, tensors, numbers):
+    """The operands in the type of torch.autocast, if the function has that type."""
+    dtype = torch.get_autocast_dtype("cuda")
+    if str(dtype).removeprefix("torch.") not in row.types or not row.autocast(*numbers):
+        return tensors
+    return [each if each is None or not each.is_floating_point() or each.dtype == torch.float64 else each.to(dtype)
+            for each in tensors]
+
+
 def _refuse_tangents(*tensors):
     """The library would compute the result without its tangent, and nobody would hear of it."""
     if any(each is not None and _forward_ad.unpack_dual(each).tangent is not None for each in tensors):
@@ -205,8 +214,8 @@ def functions_of(row, function_of):
             return torch.ops.fused_kernels.{name}({inputs})
         if _forward_ad._current_level >= 0:
             _refuse_tangents({tensors})
-        if {subclass} or _dispatch_modes() > 0 or _are_transforms_active(){cast}:
-            return torch.ops.fused_kernels.{name}({inputs})
+        if {subclass} or _dispatch_modes() > 0 or _are_transforms_active():
+            return torch.ops.fused_kernels.{name}({inputs}){cast}
         if torch.is_grad_enabled() and ({requires_grad}):
             if function is None:
                 raise RuntimeError(row.refusal)
@@ -250,6 +259,7 @@ def _source_of(row):
     may_be_new = {new[each] for each in row.results
                   if each in row.numbers or each.removeprefix("d_") in may_be_none}
     converted = [PYTHON[row.numbers[each][0]].format(each) for each in numbers]
+    given = "".join(f"{each}, " for each in numbers)
 
     def unless_none(name, expression):
         return f"None if {name} is None else {expression}" if name in may_be_none | may_be_new else expression
@@ -266,9 +276,11 @@ def _source_of(row):
     hidden = [each for each in row.returned if own and f"d_{each}" not in own.operands]
     return _SOURCE.format(
         name=row.name, first=row.operands[0], inputs=", ".join([*row.operands, *numbers]),
-        tensors=", ".join(row.operands), numbers="".join(f"{each}, " for each in numbers),
+        tensors=", ".join(row.operands), numbers=given,
         subclass=" or ".join(f"type({each}) not in _PLAIN" for each in row.operands),
-        cast=' or torch.is_autocast_enabled("cuda")' if row.autocast else "",
+        cast=f"{line}if torch.is_autocast_enabled('cuda'):{line}    "
+             f"{', '.join(row.operands)}, = _as_autocast(row, ({', '.join(row.operands)},), ({given}))"
+             if row.autocast else "",
         requires_grad=one_requires_grad(row.operands),
         converted="".join(f", {each}" for each in converted),
         convert=f"{line}{', '.join(numbers)}, = {', '.join(converted)}," if numbers else "",
@@ -372,12 +384,9 @@ def _register(library_of_operators, row, run, save, backward):
 
     def with_autocast(*inputs):
         """torch.library.register_autocast() knows one type, and torch.autocast has the one that it is given."""
-        dtype = torch.get_autocast_dtype("cuda")
-        if str(dtype).removeprefix("torch.") in row.types and row.autocast(*with_defaults(inputs[count:])):
-            inputs = [each.to(dtype) if isinstance(each, torch.Tensor) and each.is_floating_point()
-                      and each.dtype != torch.float64 else each for each in inputs]
+        tensors = _as_autocast(row, inputs[:count], with_defaults(inputs[count:]))
         with torch.autocast("cuda", enabled=False):
-            return getattr(torch.ops.fused_kernels, name)(*inputs)
+            return getattr(torch.ops.fused_kernels, name)(*tensors, *inputs[count:])
 
     def refuse(ctx, *gradients):
         raise RuntimeError(row.refusal)

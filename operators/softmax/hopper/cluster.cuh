@@ -180,8 +180,8 @@ Plan plan_cluster(const Layer& layer) {
       in.launch(kernel, dim3(kSplits * blocks_for(in.B, kRows), tiles), kThreads, kBytes,  //
                 x, in.W.data(), in.B, in.D, in.C, results);
     };
-    return tiles == 1 ? product_of("cluster", kernel, kBytes, launch)
-                      : half_fused(in, "cluster", kernel, kBytes, 1, tiles, launch);
+    return tiles == 1 ? product_of(Kernels::cluster, kernel, kBytes, launch)
+                      : half_fused(in, Kernels::cluster, kernel, kBytes, 1, tiles, launch);
   };
   return {{microseconds, microseconds}, layer.x_stride % 4 != 0, false, make};
 }

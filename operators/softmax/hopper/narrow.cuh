@@ -168,7 +168,7 @@ Product make_narrow(const Layer& layer) {
     layer.launch(narrow_columns<kTiles>, std::min(slabs, layer.sms), kThreads, bytes,  //
                  layer.x, layer.W, layer.B, layer.D, layer.C, of, results);
   };
-  Product product = product_of("narrow", narrow_columns<kTiles>, bytes, launch);
+  Product product = product_of(Kernels::narrow, narrow_columns<kTiles>, bytes, launch);
   const double microseconds = kFirstLaunch + layer.shape.bytes(sizeof(float)) / memory_rate();
   product.expected = {microseconds, microseconds + kNextLaunch};
   return product;

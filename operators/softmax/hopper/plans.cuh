@@ -205,8 +205,8 @@ Product make_exchange(const Layer& layer, int clusters, int slices) {
   const int waiting_grid = fused ? tiles * persistent(strips, kPeers * clusters / tiles) : 0;
   const int free_grid = kPeers * persistent(int64_t{strips} * tiles / kPeers, clusters);
   const int64_t posts = fused && tiles > 1 ? int64_t{strips} * tiles * kRows : 1;
-  const auto posted = layer.workspace.zeros<Posted>(posts);
-  const auto turns = layer.workspace.zeros<unsigned>(int64_t{strips} * tiles);
+  const auto posted = layer.caller.workspace.zeros<Posted>(posts);
+  const auto turns = layer.caller.workspace.zeros<unsigned>(int64_t{strips} * tiles);
   const auto kernel = product::product<ExchangedSoftmax<Tile>>;
   const auto launch = [=](Results results, int of_D = 1) {
     const bool softmax = results.epilogue == Epilogue::softmax;
@@ -221,8 +221,8 @@ Product make_exchange(const Layer& layer, int clusters, int slices) {
         .output = results};
     layer.launch(kernel, dim3(grid, of_D), Tile::kThreads, kBytes, work);
   };
-  if (fused) return product_of("exchange", kernel, kBytes, launch);
-  return half_fused(layer, "exchange", kernel, kBytes, slices, tiles, launch);
+  if (fused) return product_of(Kernels::exchange, kernel, kBytes, launch);
+  return half_fused(layer, Kernels::exchange, kernel, kBytes, slices, tiles, launch);
 }
 
 // Adds the plans with tiles of one size: one launch, and two launches with those numbers of slices
@@ -237,14 +237,14 @@ inline void add_exchange_plans(const Layer& layer, const ExchangeTileFacts& tile
   const ExchangeTime time(layer, tile, copies_x, copies_W, tile.peers * clusters);
   const auto add = [&](double microseconds, int slices, const std::string& how) {
     const std::string tiles = text_of_tiles(tile.rows, tile.columns, tile.peers, copies_x);
-    plans.push_back({{microseconds, time.two_kernels(1), tiles, how},
+    const WayId id = way_id({tile.rows, tile.columns, tile.peers, copies_x});
+    plans.push_back({{microseconds, time.two_kernels(1), id, slices, tiles, how},
                      copies_x,
                      copies_W,
                      [=](const Layer& aligned) { return make(aligned, clusters, slices); },
-                     slices,
                      slices > 0 ? time.of_logits(slices) : INFINITY});
   };
-  const bool may_wait = layer.workspace.alone || time.tiles == tile.peers;  // only within a cluster
+  const bool may_wait = layer.caller.alone || time.tiles == tile.peers;  // only within a cluster
   if (time.tiles <= time.all && may_wait) add(time.fused(time.all / time.tiles), 0, "");
   for (const int slices : time.likely_slices(layer.most_slices(4 * kLine<float>))) {
     add(time.two_kernels(slices), slices, "; half fused; slices: " + std::to_string(slices));
@@ -296,38 +296,40 @@ inline bool fits_tiles(const Layer& layer) {
 
 // The ways with exchange's tiles, as accurate as fp32, for Hopper: all, or only the one that should
 // be the fastest. There are none if the shape is too large for them.
-inline std::vector<LogitsWay> split_logits_ways(const Workspace& workspace, const Memory<float>& x,
+inline std::vector<LogitsWay> split_logits_ways(const Caller& caller, const Memory<float>& x,
                                                 const Memory<float>& W, const Memory<float>& logits,
                                                 const SoftmaxShape& shape, bool parts_wanted) {
-  Layer layer = {workspace, shape, x, W, logits};
+  Layer layer = {caller, shape, x, W, logits};
   layer.slices_at_most = layer.sms;
   if (!fits_tiles(layer)) return {};
   std::vector<Plan> plans = plan_exchange<Math::split, true>(layer);
-  std::erase_if(plans, [](const Plan& plan) { return plan.slices == 0; });
+  std::erase_if(plans, [](const Plan& plan) { return plan.expected.slices == 0; });
   for (Plan& plan : plans) plan.expected.microseconds = plan.of_logits;
-  plans = plans_to_try(plans, workspace.all_ways);
+  plans = plans_to_try(plans, caller.search.all);
   const std::vector<Product> products = products_of(layer, plans);
   int64_t partial = 1, parts = 1;
   for (const Product& product : products) {
-    const auto& [launch, slices, count] = product.alone;
+    const int slices = product.expected.slices;
     if (slices > 1) partial = std::max(partial, slices * shape.rows * shape.classes);
-    if (slices == 1 && parts_wanted) parts = std::max(parts, shape.rows * count);
+    if (slices == 1 && parts_wanted) parts = std::max(parts, shape.rows * product.parts);
   }
-  const auto sliced = workspace.any<float>(partial);
-  const auto memory = workspace.any<float2>(parts);
+  const auto sliced = caller.workspace.any<float>(partial);
+  const auto memory = caller.workspace.any<float2>(parts);
   std::vector<LogitsWay> ways;
   for (const Product& product : products) {
-    const auto& [launch, slices, count] = product.alone;
+    const Expected& expected = product.expected;
+    const int slices = expected.slices;
     const Epilogue epilogue = slices == 1 && parts_wanted ? Epilogue::parts : Epilogue::logits;
     const auto out = slices > 1 ? sliced : logits;
-    ways.push_back(
-        {{product.expected.tiles + product.expected.how, product.expected.microseconds,
-          [=, launch = launch] { launch({.epilogue = epilogue, .out = out, .parts = memory}); },
-          product.shared_bytes},
-         slices,
-         count,
-         sliced,
-         memory});
+    ways.push_back({{expected.tiles + expected.how, expected.microseconds,
+                     [=, launch = product.launch_alone] {
+                       launch({.epilogue = epilogue, .out = out, .parts = memory});
+                     },
+                     product.shared_bytes, way_id({static_cast<int64_t>(expected.tile), slices})},
+                    slices,
+                    product.parts,
+                    sliced,
+                    memory});
   }
   return ways;
 }

@@ -6,7 +6,7 @@ import threading
 
 import torch
 
-from cases import EACH, alike, binding, differentiable, fused_kernels, numbers, tensors
+from cases import BF16, EACH, alike, attention_backward, binding, differentiable, fused_kernels, numbers, tensors
 
 
 def captures_graphs():
@@ -135,8 +135,33 @@ def each_thread_has_its_own_sentence():
                      refused("kv_heads", lambda: fused_kernels.attention(q, q[:, :, :2], q[:, :, :2])))
 
 
+def deterministic_gradients_end_beside_others():
+    """Their blocks wait for those of lower numbers. Others may fill the GPU meanwhile: products, in a stream of their
+    own, and the same gradients in another one. The bits are those of a call that is alone."""
+    case = attention_backward(2, 2048, 2048, 8, 8, 128, BF16)  # 256 blocks of 128 keys: more than there is room for
+    operands = case.operands(1)
+    expected = [each.clone() for each in fused_kernels.attention_backward(*operands, deterministic=True)]
+    case.check(operands, expected)
+    left, right = (numbers(8192, 8192, dtype=torch.float16, seed=seed) for seed in (2, 3))
+    product = left @ right
+    streams = [torch.cuda.Stream() for _ in range(3)]
+    torch.cuda.synchronize()
+    results = []
+    for _ in range(20):
+        with torch.cuda.stream(streams[0]):
+            for _ in range(2):
+                torch.matmul(left, right, out=product)
+        for stream in streams[1:]:
+            with torch.cuda.stream(stream):
+                results.append(fused_kernels.attention_backward(*operands, deterministic=True))
+    torch.cuda.synchronize()
+    for found in results:
+        assert all(torch.equal(one, other) for one, other in zip(found, expected, strict=True))
+
+
 TESTS = {each.__name__: each for each in (captures_graphs, captures_gradients, runs_on_two_streams, runs_in_two_threads,
-                                          each_thread_has_its_own_sentence)}
+                                          each_thread_has_its_own_sentence,
+                                          deterministic_gradients_end_beside_others)}
 
 if __name__ == "__main__":
     TESTS[sys.argv[1]]()

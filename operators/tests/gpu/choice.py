@@ -2,16 +2,21 @@
 estimate chooses, and again after fk_tune: `python3 operators/tests/gpu/choice.py [--seed N] [--seconds S] [--json FILE]
 [FUNCTION...]`, where FUSED_KERNELS_LIBRARY names the library.
 
-Each call is five times in a CUDA graph, so that the host's time does not count; the graphs of a shape take turns, with
-operands in a warm cache, and the median counts. Of a function are shown:
+Each call is in a CUDA graph, so often that the graph takes half a millisecond: so the host's time does not count. The
+graphs of a shape take turns, with operands in a warm cache, and the median counts. Of a function are shown:
 
-  shapes, geometric mean, above 1.1, worst   of the time as estimated over the time as tried, where a call takes at least
-                                             10 us. The ways that are tried need no more workspace than the first guess.
+  shapes, geometric mean, above 1.1, worst   of the time as estimated over the time as tried, where a call takes
+                                             10 us or more. The ways that are tried need no more workspace than the
+                                             first guess.
   library's ...                              of the time of what a program has instead (PyTorch's matmul, in the same
                                              precision; cuDNN for attention) over ours, as estimated: above 1 ours is
-                                             the faster one."""
+                                             the faster one
+  flash_...                                  the same, of FlashAttention's gradients
+  named                                      the library's time over ours at single shapes of NAMED, which are not among
+                                             the others"""
 
 import argparse
+import contextlib
 import math
 import random
 import statistics
@@ -24,7 +29,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 import cases
 from cases import BF16, FP16, FP32, fused_kernels
 
-CALLS, ROUNDS, LEAST = 5, 7, 10.0  # of a graph; of the graphs of a shape; us
+GRAPH, MOST_CALLS, ROUNDS, LEAST = 500.0, 100, 7, 10.0  # us, and calls, of a graph; of the graphs of a shape; us
 
 
 def size(least, most, of=1):
@@ -42,28 +47,80 @@ def product(dtype, math_="fp32"):
     return (rows, cols, depth), lambda: fused_kernels.product(a, b, math=math_), lambda: a @ b
 
 
-def attention():
-    """Every fourth time short sequences of many heads, as in vision."""
-    width, causal = random.choice((64, 64, 96, 128, 128, 192, 256)), random.random() < 0.5
-    queries = size(64, 20000)
-    keys = queries if random.random() < 0.7 else size(64, 20000)
+def attention_shape(widths, queries, keys):
+    """(batch, queries, keys, heads, kv_heads, width, causal). Every fourth time short sequences of many heads, as in
+    vision."""
+    width, causal = random.choice(widths), random.random() < 0.5
     kv_heads = random.choice((1, 2, 4, 8))
     heads = kv_heads * random.choice((1, 1, 4))
     batch = random.choice((1, max(1, min(32, int(2.4e10 / (queries * keys * heads * width))))))
     if random.random() < 0.25:
         batch, heads, queries, width = random.choice((8, 16, 64)), 12, size(64, 1024), 64
         kv_heads, keys = heads, queries
-    q, k, v = (numbers(batch, *each, width, dtype=BF16)
-               for each in ((queries, heads), (keys, kv_heads), (keys, kv_heads)))
+    return batch, queries, keys, heads, kv_heads, width, causal
 
-    def by_cudnn():
-        with sdpa_kernel(SDPBackend.CUDNN_ATTENTION):
-            return F.scaled_dot_product_attention(*(each.transpose(1, 2) for each in (q, k, v)), is_causal=causal,
-                                                  enable_gqa=heads != kv_heads)
 
-    shape = batch, queries, keys, heads, kv_heads, width, causal
-    same = not causal or queries == keys  # elsewhere PyTorch's mask is another
-    return shape, lambda: fused_kernels.attention(q, k, v, causal=causal), by_cudnn if same else None
+def of_attention(shape):
+    """q, k and v."""
+    batch, queries, keys, heads, kv_heads, width, _ = shape
+    return [numbers(batch, *each, width, dtype=BF16) for each in ((queries, heads), (keys, kv_heads), (keys, kv_heads))]
+
+
+def by_pytorch(backend, q, k, v, causal):
+    with sdpa_kernel(backend):
+        return F.scaled_dot_product_attention(*(each.transpose(1, 2) for each in (q, k, v)), is_causal=causal,
+                                              enable_gqa=q.shape[2] != k.shape[2])
+
+
+def attention():
+    queries = size(64, 20000)
+    keys = queries if random.random() < 0.7 else size(64, 20000)
+    shape = attention_shape((64, 64, 96, 128, 128, 192, 256), queries, keys)
+    q, k, v = of_attention(shape)
+    causal = shape[-1]
+    same = not causal or shape[1] == shape[2]  # elsewhere PyTorch's mask is another
+    return shape, lambda: fused_kernels.attention(q, k, v, causal=causal), (
+        (lambda: by_pytorch(SDPBackend.CUDNN_ATTENTION, q, k, v, causal)) if same else None)
+
+
+PYTORCH = {"library": SDPBackend.CUDNN_ATTENTION, "flash": SDPBackend.FLASH_ATTENTION}
+
+
+def attention_gradients(shape=None):
+    """Of what forward has left. PyTorch's backward passes are those that autograd calls; it may have none for a
+    shape."""
+    if not shape:
+        queries = size(64, 16384)
+        keys = queries if random.random() < 0.7 else size(64, 16384)
+        batch, queries, keys, heads, kv_heads, width, causal = attention_shape((64, 64, 96, 128, 128), queries, keys)
+        group = heads // kv_heads
+        kv_heads = max(kv_heads, 4 // group)
+        shape = batch, queries, keys, group * kv_heads, kv_heads, width, causal
+    q, k, v = of_attention(shape)
+    causal = shape[-1]
+    out, log_sums = fused_kernels.attention(q, k, v, causal=causal, log_sums=True)
+    d_out = numbers(*q.shape, dtype=BF16)
+    leaves = [each.requires_grad_() for each in (q.detach(), k.detach(), v.detach())]
+
+    def ours():
+        return fused_kernels.attention_backward(d_out, q, k, v, out, log_sums, causal)
+
+    def backward_of(backend):
+        result, d = by_pytorch(backend, *leaves, causal), d_out.transpose(1, 2)
+        return lambda: torch.autograd.grad(result, leaves, d, retain_graph=True)
+
+    others, found = {}, ours()
+    # Forward runs in the stream of the graphs: there autograd runs backward, too.
+    torch.cuda.synchronize()
+    with torch.cuda.stream(STREAM):
+        for name, backend in PYTORCH.items() if not causal or shape[1] == shape[2] else ():
+            with contextlib.suppress(RuntimeError):
+                backward = backward_of(backend)
+                expected = backward()
+                others[name] = backward
+                for one, other in zip(found, expected):
+                    cases.alike(one, other, 8)
+    return shape, ours, others
 
 
 def gating():
@@ -86,6 +143,7 @@ def softmax():
 
 FUNCTIONS = {
     "attention": attention,
+    "gradients of attention": attention_gradients,
     "product, fp16": lambda: product(FP16),
     "product, fp32": lambda: product(FP32),
     "product, tf32": lambda: product(FP32, "tf32"),
@@ -95,26 +153,46 @@ FUNCTIONS = {
 }
 
 
-def captured(function):
-    function()
-    torch.cuda.synchronize()
+# Shapes that are measured in any case: (batch, queries, keys, heads, kv_heads, width, causal).
+NAMED = {"gradients of attention": {f"64 x 12 heads, 197 queries, {'causal' if causal else 'full'}":
+                                    (64, 197, 197, 12, 12, 64, causal) for causal in (False, True)}}
+STREAM = torch.cuda.Stream()
+
+
+def graph_of(function, calls):
     graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        for _ in range(CALLS):
+    with torch.cuda.graph(graph, stream=STREAM):
+        for _ in range(calls):
             function()
     return graph
+
+
+def replayed(graph):
+    """us"""
+    start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+    start.record()
+    graph.replay()
+    end.record()
+    end.synchronize()
+    return start.elapsed_time(end) * 1e3
+
+
+def captured(function):
+    """A graph, and how many calls are in it."""
+    torch.cuda.synchronize()
+    with torch.cuda.stream(STREAM):
+        function()
+    torch.cuda.synchronize()
+    graph = graph_of(function, 1)
+    calls = max(1, min(MOST_CALLS, round(GRAPH / min(replayed(graph) for _ in range(2)))))
+    return (graph_of(function, calls) if calls > 1 else graph), calls
 
 
 def microseconds(graphs):
     times = [[] for _ in graphs]
     for _ in range(ROUNDS + 1):  # the first one warms up
-        for graph, own in zip(graphs, times):
-            start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-            start.record()
-            graph.replay()
-            end.record()
-            end.synchronize()
-            own.append(start.elapsed_time(end) * 1e3 / CALLS)
+        for (graph, calls), own in zip(graphs, times):
+            own.append(replayed(graph) / calls)
     return [statistics.median(own[1:]) for own in times]
 
 
@@ -123,38 +201,52 @@ def geometric_mean(ratios):
 
 
 def summary(guesses, others):
+    """others: ratios by the name of what ours is compared with."""
     result = {"shapes": len(guesses), "geometric_mean": geometric_mean(guesses),
-              "above_1.1": sum(each > 1.1 for each in guesses) / max(1, len(guesses)), "worst": max(guesses, default=None)}
-    if others:
-        result |= {"library_shapes": len(others), "library_geometric_mean": geometric_mean(others),
-                   "library_below_0.95": sum(each < 0.95 for each in others) / len(others),
-                   "library_worst": min(others)}
+              "above_1.1": sum(each > 1.1 for each in guesses) / max(1, len(guesses)),
+              "worst": max(guesses, default=None)}
+    for name, ratios in others.items():
+        result |= {f"{name}_shapes": len(ratios), f"{name}_geometric_mean": geometric_mean(ratios),
+                   f"{name}_below_0.95": sum(each < 0.95 for each in ratios) / len(ratios),
+                   f"{name}_worst": min(ratios)}
     return result
 
 
+def measure_shape(function, other):
+    """(us as estimated, us as tried, {library: us}, way, way tried)."""
+    others = {"library": other} if callable(other) else other or {}
+    guessed = captured(function)
+    way = fused_kernels.library().fk_last_way().decode()
+    with fused_kernels.tuning():
+        function()
+    tried_way = fused_kernels.library().fk_last_way().decode()
+    took, tried, *by_others = microseconds([guessed, captured(function), *map(captured, others.values())])
+    return took, tried, dict(zip(others, by_others)), way, tried_way
+
+
 def measure(name, seconds):
-    """The summary of a function, and its shapes: those that the guess costs the most first."""
+    """The summary of a function, and its shapes, with how many times as long they take as another way or library."""
     torch.set_float32_matmul_precision("high" if name.endswith("tf32") else "highest")
-    guesses, others, shapes, end = [], [], [], time.monotonic() + seconds
+    named = {}
+    for label, shape in NAMED.get(name, {}).items():
+        took, _, by_others, *_ = measure_shape(*FUNCTIONS[name](shape)[1:])
+        named[label] = {"us": took} | {f"{each}_ratio": time / took for each, time in by_others.items()}
+    guesses, others, shapes, end = [], {}, [], time.monotonic() + seconds
     while time.monotonic() < end:
         shape, function, other = FUNCTIONS[name]()
-        guessed = captured(function)
-        way = fused_kernels.library().fk_last_way().decode()
-        with fused_kernels.tuning():
-            function()
-        tried_way = fused_kernels.library().fk_last_way().decode()
-        graphs = [guessed, captured(function)] + ([captured(other)] if other else [])
-        took, tried, *by_other = microseconds(graphs)
+        took, tried, by_others, way, tried_way = measure_shape(function, other)
         if took < LEAST:
             continue
         guesses.append(took / tried if way != tried_way else 1.0)
-        others += [each / took for each in by_other]
-        shapes.append((guesses[-1], shape, f"{took:.1f} us [{way}], tried {tried:.1f} us [{tried_way}]"
-                       + "".join(f", library {each:.1f} us" for each in by_other)))
-        del graphs, guessed, function, other
+        for each, by_other in by_others.items():
+            others.setdefault(each, []).append(by_other / took)
+        slower = max(guesses[-1], took / min(by_others.values(), default=took))
+        shapes.append((slower, shape, f"{took:.1f} us [{way}], tried {tried:.1f} us [{tried_way}]"
+                       + "".join(f", {each} {by_other:.1f} us" for each, by_other in by_others.items())))
+        del function, other
         if len(shapes) % 16 == 0:
             torch.cuda.empty_cache()
-    return summary(guesses, others), sorted(shapes, reverse=True)
+    return summary(guesses, others) | ({"named": named} if named else {}), sorted(shapes, reverse=True)
 
 
 def main():
@@ -172,7 +264,10 @@ def main():
     for name in options.functions or FUNCTIONS:
         random.seed(options.seed)
         results[name], shapes = measure(name, options.seconds)
-        print(name, {key: round(value, 3) for key, value in results[name].items() if value is not None}, flush=True)
+        print(name, {key: round(value, 3) for key, value in results[name].items() if isinstance(value, (int, float))},
+              flush=True)
+        for label, found in results[name].get("named", {}).items():
+            print(f"    {label}: {', '.join(f'{key} {value:.3f}' for key, value in found.items())}", flush=True)
         for ratio, shape, text in shapes[:options.worst]:
             print(f"    {ratio:.2f} at {' x '.join(map(str, shape))}: {text}", flush=True)
         if options.json:

@@ -1,6 +1,7 @@
 """Milliseconds of the ways for GPUs that are no Hopper, beside PyTorch's operators and torch.compile of these, on the
 GPU that is there: `FUSED_KERNELS_CAPABILITY=8.0 python3 operators/tests/gpu/portable.py [--json FILE] [FUNCTION...]`,
-where FUSED_KERNELS_LIBRARY names the library. A record belongs into results/<gpu>/python/portable.json.
+where FUSED_KERNELS_LIBRARY names the library. A record belongs into results/<gpu>/python/portable.json; that of 8.9,
+whose blocks have at most 99 KB of shared memory, into portable-8.9.json beside it.
 
 Rows are measured as times.py measures them: each a CUDA graph, in turn, with a cold L2 cache; the median counts. What
 ours is compared with is the faster one of the two others, in the same run; `bar` is what the ratio has to be. Before,
@@ -15,7 +16,7 @@ import torch
 
 import cases
 import times
-from cases import FP16, fused_kernels
+from cases import BF16, FP16, FP32, fused_kernels
 
 CAPABILITY = "FUSED_KERNELS_CAPABILITY"
 
@@ -31,6 +32,10 @@ class Row:
 def product():
     for n in (4096, 8192):
         yield Row(f"product, {n} x {n} x {n}, fp16", cases.product(n, n, n, FP16), torch.matmul, {False: 0.75})
+    n = 4096
+    for math in ("tf32", "fp32"):
+        yield Row(f"product, {n} x {n} x {n}, {math}", cases.product(n, n, n, FP32, math=math), torch.matmul,
+                  {False: None})
 
 
 def gated_layer():
@@ -50,6 +55,17 @@ def gradient_features():
               cases.features_in_fp64, {False: 2.5, True: 2.0})
 
 
+def softmax():
+    yield Row("softmax(x W), 4096 x 1024, 10000 classes, fp32", cases.softmax(4096, 1024, 10000),
+              lambda x, w: torch.softmax(x @ w, 1), {False: None})
+
+
+def attention():
+    case = cases.attention(4, 4096, 4096, 16, 16, 128, BF16)
+    case.run = fused_kernels.attention
+    yield Row("attention, 4 x 4096 x 16 x 128, bf16", case, times.attention_by_pytorch, {False: None, True: None})
+
+
 def clifford():
     yield Row("Clifford product, 8 x 8192 x 1024, fp32", cases.clifford(8192, 1024), times.clifford_by_pytorch,
               {False: 3.5, True: 10.0})
@@ -57,16 +73,19 @@ def clifford():
 
 # What each function's rows are. A generator, so that a row's operands live no longer than the row.
 FUNCTIONS = {"product": product, "gated layer": gated_layer, "diffusion": diffusion,
-             "gradient features": gradient_features, "Clifford product": clifford}
+             "gradient features": gradient_features, "softmax(x W)": softmax, "attention": attention,
+             "Clifford product": clifford}
 
 
-def measure(row, backward):
-    """The record of a row. `way`: forward's. (Backward is called by a thread of PyTorch's.)"""
+def measure(row, backward, compiled):
+    """The record of a row; without torch.compile unless `compiled`. `way`: forward's. (Backward is called by a thread
+    of PyTorch's.)"""
     torch.compiler.reset()
-    took, own, other = times.measure(row.case, row.by_pytorch, backward)
+    torch.set_float32_matmul_precision("high" if row.name.endswith("tf32") else "highest")
+    took, own, other = times.measure(row.case, row.by_pytorch, backward, compiled)
     way = fused_kernels.library().fk_last_way().decode()
     assert own <= 2 * other, f"{row.name}: the relative error is {own}; that of PyTorch's operators is {other}"
-    ratio, bar = min(took["PyTorch"], took["compiled"]) / took["ours"], row.bars[backward]
+    ratio, bar = min(took[name] for name in took if name != "ours") / took["ours"], row.bars[backward]
     label = row.name + ("; with backward" if backward else "")
     print(f"{label:60}" + "".join(f"{time:10.4f}" for time in took.values()) + f"{own:10.1e}{other:10.1e}{ratio:8.2f}"
           + (f" {'reaches' if ratio >= bar else 'MISSES'} {bar}" if bar else "") + f"   [{way}]", flush=True)
@@ -79,18 +98,20 @@ def main():
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("functions", nargs="*", metavar="FUNCTION", help=f"of {', '.join(FUNCTIONS)}; all, if none")
     parser.add_argument("--json", help="write a record to this file")
+    parser.add_argument("--eager", action="store_true", help="leave torch.compile out")
     options = parser.parse_args()
     for name in options.functions:
         if name not in FUNCTIONS:
             parser.error(f"there is no function {name}")
     print(f"{torch.cuda.get_device_name()} as {os.environ.get(CAPABILITY, 'what it is')}, PyTorch {torch.__version__}; "
           f"ms, L2 cache cold, median of {times.SAMPLES}")
-    print(f"{'':60}" + "".join(f"{name:>10}" for name in ("PyTorch", "compiled", "ours", "error", "PyTorch's"))
+    names = ["PyTorch", *(["compiled"] if not options.eager else []), "ours", "error", "PyTorch's"]
+    print(f"{'':60}" + "".join(f"{name:>10}" for name in names)
           + f"{'ratio':>8}")
     measured = []
     for name in options.functions or FUNCTIONS:
         for row in FUNCTIONS[name]():
-            measured += [measure(row, backward) for backward in row.bars]
+            measured += [measure(row, backward, not options.eager) for backward in row.bars]
             if options.json:
                 cases.write_record(options.json, measured)
 

@@ -353,6 +353,12 @@ def test_in_a_process_of_its_own(name):
     assert result.returncode == 0, result.stdout + result.stderr
 
 
+def test_two_processes_train_as_one():
+    command = [sys.executable, str(pathlib.Path(__file__).with_name("processes.py"))]
+    result = subprocess.run(command, capture_output=True, text=True, timeout=SECONDS - 15)
+    assert result.returncode == 0, result.stdout + result.stderr
+
+
 def test_the_package_tests_itself():
     folder = pathlib.Path(fused_kernels.__file__).resolve().parents[1]
     result = subprocess.run([sys.executable, "-m", "fused_kernels"], cwd=folder, capture_output=True, text=True,
@@ -477,6 +483,22 @@ def test_gradients_of_attention(sizes, dtype, layout, guarded):
     ones = torch.autograd.grad(out, wanted, torch.ones_like(out), retain_graph=True)
     for one, same in zip(torch.autograd.grad(out.sum(), wanted), ones):
         alike(one, same, 2)
+
+
+@pytest.mark.parametrize("causal", [False, True])
+def test_what_attention_is_compared_with_passes_gradcheck(causal):
+    """Finite differences in fp64: of autograd's gradients, and of the formulas that cases.py compares with. With a mask
+    one query sees no key."""
+    shapes = (2, 5, 4, 3), (2, 4, 2, 3), (2, 4, 2, 3)
+    generator = torch.Generator(device="cuda").manual_seed(1)
+    q, k, v = (torch.randn(shape, generator=generator, dtype=torch.float64, device="cuda").requires_grad_()
+               for shape in shapes)
+    assert torch.autograd.gradcheck(lambda *each: cases.attention_in_fp64(*each, causal)[0], (q, k, v))
+    out, log_sums = cases.attention_in_fp64(q, k, v, causal)
+    d = torch.randn(out.shape, generator=generator, dtype=torch.float64, device="cuda")
+    formulas = cases.attention_gradient_sizes(d, q, k, v, out, log_sums, causal)
+    for found, (expected, _) in zip(torch.autograd.grad(out, (q, k, v), d), formulas, strict=True):
+        torch.testing.assert_close(found, expected)
 
 
 def test_gradients_of_attention_by_name():

@@ -111,11 +111,13 @@ def milliseconds(graphs):
     return {name: statistics.median(own[3:]) for name, own in times.items()}
 
 
-def measure(case, by_pytorch, backward):
-    """({name: ms}, error of ours, error of PyTorch's operators)."""
+def measure(case, by_pytorch, backward, compiled=True):
+    """({name: ms}, error of ours, error of PyTorch's operators). torch.compile is left out unless `compiled`."""
     operands = operands_of(case)
     wanted = [operands[at].requires_grad_() for at in case.wants_gradients] if backward else []
     functions = {"PyTorch": by_pytorch, "compiled": torch.compile(by_pytorch), "ours": case.run}
+    if not compiled:
+        del functions["compiled"]
     gradients = [torch.randn_like(each) for each in tensors(case.run(*operands))] if backward else []
     steps = {name: step_of(each, operands, wanted, gradients) for name, each in functions.items()}
     doubles = [each.detach().double() for each in operands]
