@@ -9,7 +9,7 @@
 
 #include "operators/library/call.h"
 #include "operators/library/products.h"
-#include "operators/product/fp32.cuh"
+#include "operators/product/fp32/fp32.cuh"
 #include "operators/product/half_product.cuh"
 #include "operators/product/layouts/batch.cuh"
 #include "operators/product/layouts/hopper.cuh"

@@ -11,7 +11,7 @@
 #include <vector>
 
 #include "common/device.h"
-#include "operators/product/fp32.cuh"
+#include "operators/product/fp32/fp32.cuh"
 #include "operators/product/half_product.cuh"
 #include "operators/product/tf32_product.cuh"
 #include "operators/tests/device_memory.h"
