@@ -657,7 +657,10 @@ struct Place {
 //
 // So a thread reads a Pack for each triple, and all of them at constant offsets from one address.
 // (Addresses that depend on a stride would each take a register.) The weights of two neighbouring
-// threads are an odd number of packs apart, so that the threads read from different banks.
+// threads are an odd number of packs apart, so that the threads read from different banks. For
+// example, 21 packs of 16 bytes are 84 banks, which is 20 modulo 32. Eight threads, which are
+// served together, begin on the banks 0, 20, 8, 28, 16, 4, 24 and 12, and read four each: all 32.
+// With 20 packs they would begin on banks 0 and 16 only.
 template <typename A, int W>
 struct SharedWeights {
   static constexpr int kStride = W * (A::kTriples | 1);
@@ -730,10 +733,14 @@ struct OnChip {
   }
 };
 
-// A butterfly for each of kCount sums takes 5 kCount shuffles. This takes fewer. leave() adds up
-// over a warp. In each step two lanes share the work: each gives the other one half of its sums,
-// and goes on with the other half, to which it adds what it is given. (This is called a
-// reduce-scatter: each lane ends with a part of the results.) Of four sums, s0 to s3, lanes hold
+// The norm needs kCount sums over a row: one for each grade, and backward twice as many. (At the
+// first reading take leave() and collect() as what adds them up, and go on.) A butterfly takes 5
+// shuffles for each sum, and every lane of it computes all sums. That is more than is needed: a sum
+// is wanted once a warp, and then once a row.
+//
+// leave() adds up over a warp. In each step two lanes share the work: each gives the other one half
+// of its sums, and goes on with the other half, to which it adds what it is given. (This is called
+// a reduce-scatter: each lane ends with a part of the results.) Of four sums, s0 to s3, lanes hold
 // these. Lanes 4 to 7 do the same as lanes 0 to 3, and so do the next four:
 //
 //     lane            0              1              2              3              added up over
@@ -884,8 +891,9 @@ __global__ void __launch_bounds__(kThreads<A>, 1)
 //     expect bytes  a phase may also wait for bytes that copies bring: barrier_arrive_expect()
 //                   announces them, and bulk_load() starts such a copy (a bulk copy)
 //     Ring          which stage comes next, and the parity of its phase
-//     early launch  the next kernel's blocks start when these have started, and take their places
-//                   one by one (programmatic dependent launch, primitives/early_launch.cuh)
+//     early launch  the next kernel's blocks start when all of these have called
+//                   start_next_kernel(), and take their places one by one (programmatic dependent
+//                   launch, primitives/early_launch.cuh)
 
 // Bytes of shared memory: what a block of compute capability 9.0 can have at most, and what the
 // stages of forward may take.
@@ -1130,23 +1138,30 @@ __global__ void __launch_bounds__(kThreads<A>, 1)
 //
 //     dx_i = sum of w sign y_j dz_k,  dy_j = sum of w sign x_i dz_k,  dw = sum of sign x_i y_j dz_k
 //
-// These are three more products of the same kind, with the same signs. Where does the weight go? As
-// forward: to a blade that all terms share, if there is one, otherwise to the sum of the terms. And
-// dw takes a sum that is there and has not been multiplied by w yet: one of dx, otherwise one of
-// dy, otherwise one of z. Each case has an example for n = 2:
+// These are three more products of the same kind, with the same signs. Two things are to be
+// decided for each triple of grades: what is multiplied by w, and which sum makes dw.
 //
-//     weight     its terms                            dw
-//     w[0,1,1]   x_1 y_e1 in z_e1, x_1 y_e2 in z_e2   x_1 times the sum of dx_1
-//     w[1,1,0]   x_e1 y_1 in z_e1, x_e2 y_1 in z_e2   y_1 times the sum of dy_1
-//     w[1,0,1]   x_e1 y_e1 and x_e2 y_e2 in z_1       dz_1 times the sum of z_1
+//   - w multiplies as few numbers as possible. Where all terms share a blade, w multiplies that
+//     blade, once. Otherwise w multiplies each sum of terms.
+//   - dw needs a sum that has not been multiplied by w. It takes one that is made anyway.
 //
-// In the first case the sum of dx_1 is y_e1 dz_e1 + y_e2 dz_e2. In the last case each dx and each
-// dy has one term, and all of these share dz_1. So w multiplies dz_1, and there is no sum in dx or
-// dy. (Only triples whose result is a grade of one blade are like this.)
+// There are four cases. The examples are of n = 2, the last one of n = 3; T stands for a sum of
+// terms without w:
+//
+//     one blade in      example, forward                  in dx           in dy           dw
+//     the grade of x    w[0,1,1]: x_1 y_e1, x_1 y_e2      w T             (w x_1) dz      x_1 T
+//     the grade of y    w[1,1,0]: x_e1 y_1, x_e2 y_1      (w y_1) dz      w T             y_1 T
+//     the result's      w[1,0,1]: x_e1 y_e1 + x_e2 y_e2   (w dz_1) y      (w dz_1) x      dz_1 T
+//     none              w[1,2,1]: x_e1 y_e2 - x_e2 y_e1   w T, for each   w T, for each   x_i T_i
+//                       in z_e12, and so on               blade of x      blade of y      added up
+//
+// In the first row T = y_e1 dz_e1 + y_e2 dz_e2 is a sum of dx_1, in the second one of dy_1, in the
+// third one of z_1, made for dw alone, and in the last one T_i is a sum of dx_i.
 
-// Whether all terms that triple t has in dx share a blade, of y or of dz, so that w multiplies that
-// blade. The second function says the same of dy. (If only one blade of dx has terms, w multiplies
-// their sum, since dw can use this sum.)
+// Whether w multiplies a blade that all terms of triple t in dx share, the only one of its grade in
+// y or in dz: rows 2 and 3 of the table. The second function says the same of dy: rows 1 and 3.
+// `several`: more than one blade of x, or of y, has terms. (m & (m - 1) is m without its lowest
+// bit.) Where only one has, as in row 1, w multiplies the sum.
 template <typename A>
 __host__ __device__ constexpr bool weight_first_in_dx(int t) {
   const auto of = A::triple(t);

@@ -159,10 +159,11 @@ int main(int argc, char** argv) {
   const auto A = matmul.A, B = matmul.B, C = matmul.C;
 
   // Why 32 x 32 threads? 32 along x, so that a warp is one row of the block. 32 along y, so that a
-  // block has 1024 threads, the most that it may have, and its 32 warps need the same elements of B
-  // at about the same time: what one has fetched, the others find in the L1 cache. Two such blocks
-  // are all the warps that a multiprocessor can hold. Other numbers work as well. With 32 x 8 each
-  // load of a warp is the same, and fewer warps share what it brings.
+  // block has 1024 threads, the most that it may have, and its 32 warps need the same elements at
+  // about the same time, of A in the first kernel and of B in the second: what one has fetched, the
+  // others find in the L1 cache. Two such blocks are all the warps that a multiprocessor can hold.
+  // Other numbers work as well. With 32 x 8 each load of a warp is the same, and fewer warps share
+  // what it brings.
   const dim3 block(32, 32);
   const unsigned blocks = static_cast<unsigned>((n + 31) / 32);
   const dim3 grid(blocks, blocks);

@@ -85,10 +85,11 @@ __global__ void matmul_tile(const float* A, const float* B, float* C, int n) {
 // __launch_bounds__ says how many threads a block has at most, so that the compiler knows how many
 // registers each of them may take.
 //
-// A step takes BK = 8 of k. The threads share the copies: each of the 256 threads copies four
-// numbers of A's tile and four of B's. There are N / 128 tiles beside each other in C now, and each
-// of them reads the same rows of A. So an element of A is read from memory N / 128 times, where
-// *tile* reads it N / 32 times. The same holds for B.
+// A step takes BK = 8 of k, where *tile* takes 32: a tile is wider, so it brings as many numbers
+// with fewer of k. The threads share the copies: each of the 256 threads copies four numbers of A's
+// tile and four of B's. There are N / 128 tiles beside each other in C now, and each of them reads
+// the same rows of A. So an element of A is read from memory N / 128 times, where *tile* reads it N
+// / 32 times. The same holds for B.
 template <int BM, int BN, int BK, int TM, int TN>
 __global__ void __launch_bounds__((BM / TM) * (BN / TN))
     matmul_registers(const float* A, const float* B, float* C, int n) {
@@ -234,6 +235,7 @@ __global__ void __launch_bounds__((BM / TM) * (BN / TN), 2)
   for (int i = 0; i < TM; ++i) {
 #pragma unroll
     for (int j = 0; j < TN; j += 4) {
+      // Its rows 0 to 3 are neighbours, and so are rows 4 to 7, which are 4 * kThreadsY below.
       const int row = row0 + 4 * y + i / 4 * 4 * kThreadsY + i % 4;
       store4<kAligned>(C, row, col0 + 4 * x + j * kThreadsX, n, &sum[i][j]);
     }
@@ -281,8 +283,14 @@ __device__ void copy_pair(TilePair<BM, BN, BK>& to, const float* A, const float*
 // A thread closes its copies of a step as a group (commit). Then it may wait for them:
 // copy_async_wait<n> waits until all of its groups but the n newest have arrived. For example, with
 // three stages step 5 begins when the copies of steps 5 and 6 have been started. It needs its own,
-// so it waits for all groups but the newest one: n is kStages - 2. (After the last steps there is
-// nothing to copy. Then an empty group is closed, so that n stays the same.)
+// so it waits for all groups but the newest one: that is copy_async_wait<kStages - 2>. (After the
+// last steps there is nothing to copy. Then an empty group is closed, so that this number stays the
+// same.)
+//
+// Up to here the compiler knew how much shared memory a block has, and it could be 48 KB at most.
+// `extern __shared__` is memory whose size the launch says, by a third number in <<<grid, block,
+// bytes>>>. Here that is room for all stages. allow_shared_bytes() (primitives/launch.h) lets a
+// kernel have more than 48 KB.
 //
 // One barrier a step is enough. After it two things are true: the copies of all threads have
 // arrived, and nobody reads the stage of the step before any more. The next copies fill that stage.
@@ -359,10 +367,11 @@ __global__ void __launch_bounds__((BM / TM) * (BN / TN), kBlocks)
 // of A, from rows that are 16 apart, and four vectors of 16 bytes of B, from rows that are 4 apart.
 //
 // No step checks rows of A or columns of B: those that are outside are replaced by the last ones
-// inside. The sums that come from them are never stored, so they may be anything. A row that is
-// replaced no longer lies 16 rows below the one before it. So a thread keeps an offset, from
-// a_from, for each of its rows of A. Its vectors of B all have the same columns, so one pointer is
-// enough. Only along k, which is summed over, each copy still checks, and writes zeros outside.
+// inside. The sums that come from them are never stored, so they may be anything. For example, with
+// n = 100 a thread has the rows 3, 19 and so on up to 99, and in place of 115 it reads row 99 once
+// more. So its rows are no longer 16 apart, and it keeps an offset, from a_from, for each of them.
+// Its vectors of B all have the same columns, so one pointer is enough. Only along k, which is
+// summed over, each copy still checks, and writes zeros outside.
 //
 // The loop over the steps is that of *async*. But here a_tile points to the first of the thread's
 // rows, and b_tile to the first of its columns. Rows of the tile of A are kStrideA long.
@@ -458,7 +467,8 @@ __global__ void __launch_bounds__((BM / TM) * (BN / TN), kBlocks)
 // after this load, so that the load does not stand behind them.)
 //
 // multiply_ahead multiplies the steps `begin` to `end` - 1 of the tile of C at (row0, col0).
-// finish(sum) says what becomes of a thread's sums.
+// finish(sum) says what becomes of a thread's sums: *ahead* stores them, and *stream-K* may add
+// them to others.
 template <int BM, int BN, int BK, int TM, int TN, int kStages, bool kAligned, typename Finish>
 __device__ void multiply_ahead(TilePair<BM, BN, BK>* stages, const float* A, const float* B, int n,
                                int row0, int col0, int begin, int end, Finish finish) {

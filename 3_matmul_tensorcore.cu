@@ -5,17 +5,17 @@
 // Lesson 2 ended where one instruction of a thread is one multiply-add. A tensor core multiplies
 // matrices: one instruction, mma.sync, executed by the 32 threads of a warp together, is
 //
-//     S (16 x 8) += A (16 x 16) B (16 x 8)        2048 multiply-adds, 64 a thread
+//     S (16 x 8) += L (16 x 16) R (16 x 8)        2048 multiply-adds, 64 a thread
 //
-// The operands are in registers. Each matrix is spread over the registers of all lanes, which are
-// the threads of the warp. What one lane holds of a matrix is its fragment (README has a picture).
-// A consists of four matrices of 8 x 8; B and the sums consist of two each. Of each 8 x 8 matrix
-// lane l holds two elements:
+// where L and R are the left and the right factor, pieces of A and of B. They are in registers.
+// Each matrix is spread over the registers of all lanes, which are the threads of the warp. What
+// one lane holds of a matrix is its fragment (README has a picture). L consists of four matrices of
+// 8 x 8; R and the sums consist of two each. Of each 8 x 8 matrix lane l holds two elements:
 //
-//   - of A two neighbours of a row, as two 16-bit numbers in one register: row l / 4, columns
+//   - of L two neighbours of a row, as two 16-bit numbers in one register: row l / 4, columns
 //     2 * (l % 4) and 2 * (l % 4) + 1. Lane 5 has columns 2 and 3 of row 1;
 //   - of the sums the same two elements, as two fp32 numbers;
-//   - of B two neighbours of a column: column l / 4, rows 2 * (l % 4) and 2 * (l % 4) + 1. Lane 5
+//   - of R two neighbours of a column: column l / 4, rows 2 * (l % 4) and 2 * (l % 4) + 1. Lane 5
 //     has rows 2 and 3 of column 1.
 //
 // A lane's registers are only a part of each matrix. To load a matrix is a warp's joint work, too,
@@ -33,7 +33,7 @@
 //     starts. And there are few warps, too few to fill the time that a load takes: loads have to
 //     start long before what they bring is needed.
 //
-// One more thing: mma.sync wants each lane's two elements of B below each other, in one column, but
+// One more thing: mma.sync wants each lane's two elements of R below each other, in one column, but
 // B is row-major, where neighbours in memory are in one row. ldmatrix can transpose each 8 x 8
 // matrix on its way to the registers (.trans), at no cost; no transposed copy of B is needed.
 //
@@ -118,6 +118,7 @@ constexpr int kSide = 4;
 // and WMMA does not say them. So store_rounded (primitives/wmma_fragments.cuh) lets WMMA store the
 // sums to a staging. This is a place in shared memory where they lie in rows, kStagingStride floats
 // apart. From there each lane takes 8 neighbours of a row, rounds them, and stores them to C.
+// (`corners` are not used if kWhole.)
 template <bool kWhole>
 __global__ void __launch_bounds__(32 * kSide * kSide)
     matmul_wmma_global(const half* A, const half* B, half* C, int n) {
@@ -146,7 +147,8 @@ __global__ void __launch_bounds__(32 * kSide * kSide)
 // elements. A step takes BK of the n values of k. In it the block loads a tile of A, BM x BK, and
 // one of B, BK x BN, into shared memory, once for all its warps. Then each warp multiplies its 16 *
 // kRows rows by its 16 * kCols columns. For 16 of k it loads kRows + kCols matrices of 16 x 16, and
-// makes kRows * kCols products.
+// makes kRows * kCols products. Here tiles are 128 x 128, BK is 32, and there are 2 x 4 warps. So a
+// warp has 64 x 32 elements of C: kRows is 4, and kCols is 2.
 //
 // The rows of the tiles are 8 elements longer than their data, so that rows start in different
 // banks. For example, a row of A's tile has 32 elements and 8 more. These are 80 bytes, the width
@@ -211,13 +213,14 @@ __global__ void __launch_bounds__(32 * kWarpsM * kWarpsN)
 
 // ---- The order of blocks ------------------------------------------------------------------------
 
-// Blocks start in the order of their numbers, as many as fit on the GPU at a time. Those that run
-// at the same time share the L2 cache: what one block has read, the others find there. So which
-// tiles of C should they have? Take tiles of 256 x 128 elements, as in *lean*, below. An H100 works
-// on 132 of them at a time, one on each multiprocessor. At N = 4096 a row of tiles has 32 of them.
-// Taken row by row, 132 tiles are about four rows of tiles, 1056 rows of C with all their 4096
-// columns. Then the blocks read 1056 rows of A and 4096 columns of B. Or the 132 tiles can be a
-// square of about 2080 x 2080. Then the blocks read 2080 rows and 2080 columns, which is less.
+// GPUs start blocks in the order of their numbers, as many as fit at a time. (CUDA does not promise
+// this order. Here only the time depends on it.) Those that run at the same time share the L2
+// cache: what one block has read, the others find there. So which tiles of C should they have? Take
+// tiles of 256 x 128 elements, as in *lean*, below. An H100 works on 132 of them at a time, one on
+// each multiprocessor. At N = 4096 a row of tiles has 32 of them. Taken row by row, 132 tiles are
+// about four rows of tiles, 1056 rows of C with all their 4096 columns. Then the blocks read 1056
+// rows of A and 4096 columns of B. Or the 132 tiles can be a square of about 2080 x 2080. Then the
+// blocks read 2080 rows and 2080 columns, which is less.
 //
 // So kGroup rows of tiles form a group, and the numbers of the blocks go down one column of the
 // group, then down the next column. With tiles of 256 x 128 kGroup is 8. So a group has 2048 rows
@@ -571,6 +574,7 @@ __global__ void __launch_bounds__(32 * kWarpsM * kWarpsN, 1)
   const int steps = (n + BK - 1) / BK;
   using Copies = TileCopies<Tiles, kWidth>;
   // As a member of `copies` this array would keep all of `copies` in memory, not in registers.
+  // (Seen in the code that nvcc made.)
   typename Copies::Offsets offsets;
   Copies copies(A, B, row0, col0, n, offsets);
   const auto copy_step = [&](int step) {
@@ -647,6 +651,7 @@ __global__ void __launch_bounds__(32 * kWarpsM * kWarpsN, 1)
 
   using Copies = TileCopies<Tiles, kWidth>;
   // As a member of `copies` this array would keep all of `copies` in memory, not in registers.
+  // (Seen in the code that nvcc made.)
   typename Copies::Offsets offsets;
   Copies copies(A, B, row0, col0, n, offsets);
 
@@ -691,7 +696,7 @@ __global__ void __launch_bounds__(32 * kWarpsM * kWarpsN, 1)
       load_fragments(reading, (k + 16) % BK);
       // These copies go into the stage of the step before. In the last iteration of that step all
       // warps came to the barrier above, and by then they had loaded all fragments of the step. So
-      // when a warp is behind that barrier, nobody reads this stage any more.
+      // when a warp has passed that barrier, nobody reads this stage any more.
       if (k == 0) {
         if (step + kStages - 1 < steps) copies.start(writing, offsets);
         copy_async_commit();
@@ -700,7 +705,8 @@ __global__ void __launch_bounds__(32 * kWarpsM * kWarpsN, 1)
       }
       const int buffer = k / 16 % 2;
       // The products go along a row of `sum`, then back along the next one. So where the way turns
-      // back, two products that follow each other have the same fragment of B.
+      // back, two products that follow each other have the same fragment of B, and might read it
+      // only once. (What that gains was not measured.)
 #pragma unroll
       for (int i = 0; i < WM / 16; ++i) {
 #pragma unroll
@@ -791,12 +797,12 @@ __device__ void store_sum(const Sum<kCols>& sum, half* C, int row0, int col0, in
 //      wgmma, straight out of the boxes in shared memory. There is no ldmatrix, and there are no
 //      fragments of A and B in registers. wgmma reads a row-major B as it is.
 //
-// A block is one warpgroup with a 128 x 128 tile of C. That is two sums of 64 x 128, and each of
-// them takes 64 registers of a thread. (wgmma takes up to 256 columns. But two sums of 64 x 256
-// would take 256 registers, and a thread has at most 255.) In each step all threads wait for a
-// stage, multiply, and wait for the products. At __syncthreads() they wait for each other. Then
-// nobody reads the stage any more, and one thread has it filled again, with the tiles of the step
-// that is kStages further on.
+// A block is one warpgroup with a 128 x 128 tile of C, and a multiprocessor holds two such blocks.
+// The tile is two sums of 64 x 128, and each of them takes 64 registers of a thread. (wgmma takes
+// up to 256 columns. But two sums of 64 x 256 would take 256 registers, and a thread has at most
+// 255.) In each step all threads wait for a stage, multiply, and wait for the products. At
+// __syncthreads() they wait for each other. Then nobody reads the stage any more, and one thread
+// has it filled again, with the tiles of the step that is kStages further on.
 //
 // Tiles are taken row by row here and in *warp specialization*, column by column in *tile
 // scheduler* and *clusters*. *rasterization* takes them in groups again.
@@ -969,7 +975,8 @@ __global__ void __launch_bounds__(384, 1)
 // the second panel need not wait until the first one has left.
 //
 // The loops over the steps do what those of *warp specialization* do, but they call functions of
-// primitives/hopper/pipeline.cuh for it. These are explained in the kernel.
+// primitives/hopper/pipeline.cuh for it. These are explained in the kernel: read it first, and then
+// wait_for_stores and store_tile, which stand before it.
 template <int kStages, int kBuffers>
 struct PersistentShared {
   static constexpr int BM = 128, BN = 256, kStoreCols = 128;  // kStoreCols: the columns of a panel
@@ -984,8 +991,7 @@ struct PersistentShared {
 // written again. By tensor_store_wait_read<0>() a thread can wait only for stores that it has
 // started itself, so the thread that starts a consumer's stores waits for them. warp_of_block() is
 // the number of the warp in the block. elect_one() is true for one lane of a warp, each time the
-// same one. (`threadIdx.x % 128 == 0` would do, too. But from elect_one() the compiler knows that
-// only one thread of the warp goes on, and puts no loop over the warp's threads around a copy.)
+// same one.
 //
 // The other threads wait at named_barrier(id, threads). That is a barrier for so many threads of
 // the block: here for the 128 threads of one consumer, with the id 1 or 2. (The id 0 is the whole
@@ -1144,7 +1150,7 @@ __global__ void HOPPER_CLUSTER(2) __launch_bounds__(384, 1)
   Shared& shared = *reinterpret_cast<Shared*>(bytes);
   // Two blocks with neighbouring rows. `cluster.rank` is the number of this block in its cluster, 0
   // or 1. `cluster.cluster` is the number of its cluster, and `cluster.clusters` says how many
-  // clusters there are. cluster.load starts the copies that the picture above gives to this block.
+  // clusters there are. cluster.load starts the copies that the table above gives to this block.
   // cluster.meet() is a barrier for the threads of both blocks.
   const BlockGrid<2, 1> cluster;
   const int steps = (n + kStepK - 1) / kStepK;

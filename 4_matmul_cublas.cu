@@ -3,7 +3,7 @@
 //     C = A B        A, B, C: N x N, row-major
 //
 // NVIDIA ships hundreds of tuned matrix multiplications and a heuristic that picks one for a shape.
-// Whoever needs a plain product calls it; lessons 1 to 3 show what is inside. Three things to know:
+// Whoever needs a plain product calls it; lessons 1 to 3 show what is inside. Four things to know:
 //
 // Row-major. cuBLAS thinks in columns, as Fortran does: it takes element (row, col) of an m x n
 // matrix from [row + col * m]. Memory that holds a row-major C therefore holds, in cuBLAS's eyes, C
@@ -15,6 +15,10 @@
 // fast, with an error some hundreds of times as large. fp16 and bf16 operands are half the bytes
 // and twice the rate again. All of these accumulate in fp32. The four tables are four problems,
 // each with a limit and a tolerance of its own: look at the errors beside the rates.
+//
+// Two interfaces. cuBLAS picks a kernel by itself. cuBLASLt, the other interface, proposes some for
+// a shape: the row "cuBLASLt, best" has timed them, and keeps the fastest. (README's table of this
+// lesson has no such rows, those of lessons 3 and 6 do.)
 //
 // Warm-up. The first call of a handle loads kernels and allocates a workspace; time the later ones.
 

@@ -51,6 +51,10 @@ using namespace primitives;
 //                                       all groups but the n newest
 //     copies_ahead<stages>(copy)        starts the copies of the first steps; next() waits for a
 //                                       step, and starts those of a later one (lesson 3's *stages*)
+//     GatingOperands                    (operators/gating/gating.h) the pointers x, W1, b1, W2, b2
+//                                       and out, and the sizes M, K and H
+//     __grid_constant__                 says of an argument that nobody changes it: then no thread
+//                                       gets a copy
 //     pack2<half>(left, right)          two numbers, rounded to fp16, in one register
 //     store_halves<aligned>(...)        stores 4 neighbours of a row, but not those outside of the
 //                                       matrix
@@ -337,7 +341,8 @@ __global__ void __launch_bounds__(Tiles::kThreads) gating_resident(GatingOperand
 //   - bulk_load(to, from, bytes, barrier) copies bytes that lie one after the other. It needs no
 //     tensor map.
 //   - reader.wait() waits until the reader's stage is full, and returns it. reader.give_back() says
-//     that this stage is empty, and reader.next(n) goes on by n stages.
+//     that this stage is empty: all 128 threads of a consumer call it, and one of them arrives.
+//     reader.next(n) goes on by n stages.
 //   - sum.store(box, first, f) writes 64 columns of the sum, from column `first` on, into a box:
 //     f(i), rounded to fp16, in the place of element i.
 //   - exp2_approximate(s) is 2^s, and reciprocal_approximate(s) is 1 / s, one instruction each.

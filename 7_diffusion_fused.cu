@@ -103,6 +103,7 @@ using Operands = DiffusionOperands;
 //   - Sums are a warp's results, in registers. add_product is the loop of mma.sync over them.
 //     for_pairs calls a function for each two neighbours of them.
 //   - multiply2 multiplies two bf16 at once.
+//   - damping(evalue, time) is exp(-evalue time) (operators/diffusion/diffusion.h).
 //   - start_next_kernel() lets the blocks of the next kernel take free places. There they stop, in
 //     their own wait_for_previous_kernel(), until all of this kernel is done.
 
@@ -116,7 +117,7 @@ struct ProjectTile {
   static constexpr int kWarpE = kE / kWarpsAlongE, kWarpW = kW / kWarpsW;
   static constexpr int kThreads = 32 * kWarpsAlongE * kWarpsW;
   static constexpr int kBlocks = kBlocksFit;     // for which a multiprocessor of Hopper has room
-  static constexpr int kStage = kV * (kE + kW);  // elements
+  static constexpr int kStage = kV * (kE + kW);  // elements of one stage
   static constexpr int kMasses = kV + 8;         // of a stage, see below
   static constexpr int kSharedBytes = kStages * (kStage + kMasses) * sizeof(bf16);
 };
@@ -136,12 +137,12 @@ __device__ unsigned neighbours(const bf16* at) {
 // fp32.
 //
 // *half fused* has one slice. So a spectrum of 128 x 256 is eight blocks, on eight multiprocessors.
-// Why is that so slow? A multiprocessor receives no more than it has asked for. While one stage is
-// multiplied, two are under way, each of 64 vertices x (64 + 64) columns x 2 bytes, 16 KB: together
-// 32 KB. README's table has 0.8 ms, nearly all of it for the 2048 steps of such a block, so a step
-// takes 0.4 microseconds. A stage is asked for two steps before it is needed, so it took 0.8
-// microseconds to come. 32 KB in 0.8 microseconds are 40 GB/s for each multiprocessor, and 0.3 TB/s
-// for all eight, a tenth of what the memory can serve.
+// README's table has 0.8 ms, nearly all of it for the 2048 steps of such a block, so a step takes
+// 0.4 microseconds. It brings 64 vertices x (64 + 64) columns x 2 bytes, 16 KB: 40 GB/s for each
+// multiprocessor, and 0.3 TB/s for all eight, a tenth of what the memory can serve. What a step
+// waits for was not measured. A load from memory takes about as long as a step, and two stages are
+// under way, so loads alone do not explain it. But a multiprocessor that has one block has only
+// that block's few warps, and while these wait nobody works.
 //
 // *split-K* has as many slices as it takes to fill the GPU. The blocks of one slice run at the same
 // time, and share what they read through the L2 cache. Two of them ask for the same part of x, and
@@ -168,7 +169,7 @@ template <Pass kPass, typename Tile, bool kBatch>
 __global__ void __launch_bounds__(Tile::kThreads, Tile::kBlocks)
     project_slices(Operands in, float* sums) {
   constexpr int kV = Tile::kV, kStages = Tile::kStages;
-  constexpr int kRows = Tile::kWarpE / 16, kCols = Tile::kWarpW / 16;
+  constexpr int kRows = Tile::kWarpE / 16, kCols = Tile::kWarpW / 16;  // matrices of 16 x 16
   extern __shared__ __align__(128) bf16 shared[];
   bf16* masses = shared + kStages * Tile::kStage;  // (kStages, kMasses)
   const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
@@ -351,6 +352,7 @@ __global__ void __launch_bounds__(Tile::kThreads)
   extern __shared__ __align__(128) bf16 shared[];
   const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
   const int warp_v = warp / Tile::kWarpsW * kWarpV, warp_w = warp % Tile::kWarpsW * kWarpW;
+  // rows: E, rounded up to what one product takes.
   const int w0 = blockIdx.y * kW, boxes = (in.E + 63) / 64, rows = (in.E + 15) / 16 * 16;
   bf16* spectrum = shared;
   bf16* stages = spectrum + rows * kW;
@@ -413,6 +415,7 @@ __global__ void __launch_bounds__(Tile::kThreads)
       bf16* at = staging + swizzle<kWarpW>(lane / 4, 8 * j + lane % 4 * 2);
 #pragma unroll
       for (int i = 0; i < kWarpV / 8; ++i) {
+        // Two neighbours in row lane / 4 + 8 i: see pair_of() in primitives/fragments.cuh.
         const float* pair = &sum[i / 2][j][i % 2 * 2];
         const float factor = kPass == Pass::backward ? __bfloat162float(mass[i]) : 1;
         *reinterpret_cast<unsigned*>(at + 8 * i * kWarpW) =
@@ -742,7 +745,8 @@ constexpr int kClusterStages = 7, kSteps = kEigen / kStepK, kBoxes = kColumns / 
 // block the same thread has the same elements. So all blocks add to the same quads, and nobody has
 // to know which row and column a quad is. Warp w of the eight warps has rows 16 w to 16 w + 15.
 // Elements 4 j to 4 j + 3 of its lane l are quad number (w kColumns / 8 + j) 32 + l. So at each j
-// the 32 lanes of a warp have neighbouring quads.
+// the 32 lanes of a warp have neighbouring quads. For example, lane 5 of warp 0 has at j = 2 the
+// columns 18 and 19 of rows 1 and 9: that is quad number 69.
 constexpr int kQuads = kEigen * kColumns / 4;
 
 struct ClusterShared {
@@ -807,7 +811,8 @@ struct BlockWork {
 // all_totals (2, blocks, kEigen, kColumns) has two sums for each rank. A launch adds to one of
 // them, and fills the other one with zeros, for the next launch. `arrivals` has a counter for each
 // rank. Its lower 16 bits count the blocks that have come, and its upper 16 bits count the
-// launches. In launch number 5, of three clusters, it takes these values:
+// launches. (GridCount, from primitives/spin.cuh, is such a counter with atomic operations.) In
+// launch number 5, of three clusters, it takes these values:
 //
 //     0x50000   0x50001   0x50002   0x50003   0x60000
 //

@@ -284,10 +284,10 @@ __device__ float4 add_warps(void* stages, const Sums<kSmall, kSmall>& sum, float
 }
 
 // Returns the thread's four results of left[0] right[0], or of left[0] right[0] + left[1] right[1]
-// if there are two `terms`. Four numbers at `first` are added, unless it is null. Either factor may
-// be transposed in memory. `depth` is the inner dimension. With kEarly the left factors and `first`
-// are results of the kernel before this one. While that one ends, copies of the right factors are
-// on their way.
+// if there are two `terms`. Unless `first` is null, the four numbers that lie there are added to
+// them. Either factor may be transposed in memory. `depth` is the inner dimension. With kEarly the
+// left factors and `first` are results of the kernel before this one. While that one ends, copies
+// of the right factors are on their way.
 template <Lies kLeft, Lies kRight, bool kEarly>
 __device__ float4 small_products(bf16* stages, const Matrix* left, const Matrix* right, int terms,
                                  int depth, const float* first) {
@@ -353,8 +353,9 @@ __device__ float4 small_products(bf16* stages, const Matrix* left, const Matrix*
 //
 //     M1: 0 to 31   |   M2: 0 to 31   |   M1: 32 to 63   |   M2: 32 to 63
 //
-// If W is no multiple of 32, columns of zeros fill up M1 and M2. (This order is for the last kernel
-// of the lesson, in which each of two warpgroups has 32 columns of both.)
+// If W is no multiple of 32, columns of zeros fill up M1 and M2. (Skip `in_turn` at the first
+// reading: this order is for the last kernel of the lesson, in which each of two warpgroups has 32
+// columns of both.)
 __global__ void __launch_bounds__(kSmallThreads) associate(Operands in, bf16* M, bool in_turn) {
   start_next_kernel();
   extern __shared__ __align__(128) bf16 stages[];
@@ -728,8 +729,9 @@ __global__ void __launch_bounds__(kForwardThreads, 1)
 // tell both blocks when they have read a stage, and a stage is given back by twice as many
 // arrivals. At the end a block waits in finish() until nobody sends it anything any more.
 //
-// There are no larger clusters: of clusters of four no more than about 30 find room on a GPU of 132
-// multiprocessors, and the other multiprocessors would have no work.
+// There are no larger clusters. The blocks of a cluster have to be in one group of neighbouring
+// multiprocessors (a GPC). Clusters of four do not fill each such group, and the multiprocessors
+// that are left would have no work.
 //
 //   - What tensor_load_multicast copies arrives at the same place, and at the same barrier, of each
 //     block whose bit is set in its last argument. all() has the bits of the whole cluster.
@@ -1111,14 +1113,19 @@ struct BackwardMaps {
 
 using BackwardCluster = BlockRow<Releases::warpgroup>;  // a warpgroup arrives once in each block
 
-// A maker's sums of 64 vertices and 32 features, 96 registers of a thread. Elements 0 to 15, 16 to
-// 31 and 32 to 47 are
+// A maker's sums of 64 vertices and 32 features, 96 registers of a thread. What is in these
+// registers changes, and ar(), ai(), xr() and xi() name places:
 //
-//     by_gr      Gr M1    Gr M2    Gr x = xr
-//     by_gi      Gi M1    Gi M2    Gi x = xi
+//     by_gr, elements      0 to 15 (ar)         16 to 31 (ai)        32 to 47 (xr)
+//     after multiply()     Gr M1                Gr M2                xr = Gr x
+//     after combine()      ar = Gr M1 - Gi M2   ai = Gr M2 + Gi M1   xr
+//     after *_by_g()       R = g ar             S = g ai             P = g xr
 //
-// combine() makes ar = Gr M1 - Gi M2 and ai = Gr M2 + Gi M1 of them, in the places of Gr M1 and Gr
-// M2. Forward a thread has 128 registers of sums for 64 features, here it has 96 for 32. But -M2
+//     by_gi, elements      0 to 15              16 to 31             32 to 47 (xi)
+//     after multiply()     Gi M1                Gi M2                xi = Gi x
+//     after *_by_g()       (not needed)         (not needed)         Q = g xi
+//
+// Forward a thread has 128 registers of sums for 64 features, here it has 96 for 32. But -M2
 // need not be on chip, and a left factor from shared memory is read once for all three right
 // factors. (A maker has 128 registers. Fragments of left factors would not fit beside the sums.)
 struct MakerSums {

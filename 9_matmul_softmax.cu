@@ -24,8 +24,8 @@
 //
 // (2) against (3) is fusion, where the product is the same. (1) against (2) compares the library's
 // product with ours, and also how the two are launched: ours starts early, the library's does not.
-// Three of our products have both rows, (2) and (3): *tensor cores*, *specialized*, and *tiles*,
-// which does not count, see *fused tiles*.
+// Three of our products have both rows, (2) and (3): *tensor cores*, *specialized* and *tiles*.
+// (The third pair is no measure of fusion: why, is said at *fused tiles*.)
 //
 // The kernels, each with the one idea that it adds. (Above each kernel its words are explained.)
 //
@@ -484,7 +484,7 @@ __global__ void __launch_bounds__(kThreads) fused_cluster(SoftmaxInputs in, floa
   // cluster_wait() below waits until all threads of the eight blocks have called cluster_arrive().
   // Thread 0 of each block does so after it has initialized its block's barrier. So a thread that
   // has passed cluster_wait() may push into all eight inboxes. (By barrier_init_fence() it sees
-  // their barriers. Of other data that was written before it may read nothing.)
+  // their barriers. Of other data that was written before, it may read nothing.)
   cluster_arrive();
   start_next_kernel();
   wait_for_previous_kernel();
@@ -502,8 +502,9 @@ __global__ void __launch_bounds__(kThreads) fused_cluster(SoftmaxInputs in, floa
       store_push(&inbox[rank][i][lane + 32 * j], sum[i][j], &come, warp);  // in block `warp`
     }
   }
-  // What all eight have pushed is here. (What this block has pushed may still be on its way. The
-  // block may end all the same, since the values have left its registers: a receiver has to stay.)
+  // After this wait what all eight have pushed is here. (What this block has pushed may still be on
+  // its way. The block may end all the same, since the values have left its registers: a receiver
+  // has to stay.)
   barrier_wait(&come, 0);
 
   const int row = row0 + kOwnRows * rank + warp;
@@ -553,12 +554,12 @@ __global__ void __launch_bounds__(kThreads) fused_cluster(SoftmaxInputs in, floa
 // empty. This is here for the idea, on which *fused specialized* rests.
 //
 // A block that waits for one that never starts waits for ever. So there are at most as many blocks
-// as can be resident. (Early launches take no place from them: when all have called
-// start_next_kernel(), none is left that has not started.) Together the blocks compute some strips
-// of 32 rows, with all of their tiles, and then the next strips. For each strip there are two
-// counters: `posted` counts the blocks that have posted, and `done` those that need `posted` no
-// more. Both are zero before a launch, and again after it: is_last_block() clears `done`, and the
-// last block that calls it clears `posted`.
+// as can be resident. (The blocks of the next kernel, which start early, take no place from them:
+// they start when all of these have called start_next_kernel(), and so have started.) Together the
+// blocks compute some strips of 32 rows, with all of their tiles, and then the next strips. For
+// each strip there are two counters: `posted` counts the blocks that have posted, and `done` those
+// that need `posted` no more. Both are zero before a launch, and again after it: is_last_block()
+// clears `done`, and the last block that calls it clears `posted`.
 __global__ void __launch_bounds__(kThreads)
     exchange_tiles(SoftmaxInputs in, float* probs, MaxSum* parts, unsigned* posted, unsigned* done,
                    int tiles) {
@@ -731,8 +732,9 @@ struct ClusterShared {
   static_assert(kRows % kSplits == 0 && kInputs % kStep == 0);
   // How many floats of a row one block sends to another: the columns, and padding. It is 8 times
   // some number, plus 4. Stores of 8 bytes go by half warps. Lanes with the same lane % 4 have the
-  // same row, hence rows 0, 2, 4 and 6, 8 floats of each. They start on the banks 0, 8, 16 and 24
-  // in some order: no conflict, but where they straddle two outboxes. Copies need a multiple of 4.
+  // same row, so a half warp stores 8 floats of each of the rows 0, 2, 4 and 6. With a stride of 8
+  // m + 4 these begin on the banks 0, 8, 16 and 24, in some order, so there is no conflict. (There
+  // may be one where the rows are in two outboxes.) Copies need a multiple of 4.
   static __device__ int stride(int C) { return (C + 7) / 8 * 8 + 4; }
   static constexpr int kMostStride = kClasses + 4;
 
@@ -748,10 +750,11 @@ struct ClusterShared {
 #if HOPPER_CODE
 // Loads a thread's fragments of W^T, for the inputs from d0 on, 32 for each of w[]. wgmma gives a
 // thread two rows of W^T, and any two columns of W may be these, as long as the results are read in
-// the same order. We take `col` and col + 1, so that one load of 8 bytes brings both. Of 8 inputs
-// the thread has d, in to[0] and to[1], and d + 4, in to[2] and to[3]: load i is of input d + 4 i.
-// With kInside all inputs exist; otherwise those that do not are zeros. Columns that do not exist
-// get another column's values, and their sums are not written to `out`.
+// the same order. For example, thread 0 is given rows 0 and 8. We load columns 0 and 1 there, and
+// its results are those of columns 0 and 1. We take `col` and col + 1, so that one load of 8 bytes
+// brings both. Of 8 inputs the thread has d, in to[0] and to[1], and d + 4, in to[2] and to[3]:
+// load i is of input d + 4 i. With kInside all inputs exist; otherwise those that do not are zeros.
+// Columns that do not exist get another column's values, and their sums are not written to `out`.
 template <bool kInside, int kCount>
 __device__ inline void load_fragments(LeftFragments<float> (&w)[kCount], const float* W, int d0,
                                       int col, int D, int C) {
@@ -914,10 +917,12 @@ __global__ void HOPPER_CLUSTER(kSplits) __launch_bounds__(2 * kClasses, 1)
 //
 //     Posted     from the highest bit: 31 bits of the sum, 1 bit "turn", 32 bits of the maximum
 //
-// How does a reader know that these 8 bytes are of this launch? The sum can spare its last bit.
-// In its place is the turn, which is 1 in the first launch, 0 in the second, and so on. Readers
-// read again until it is this launch's turn. So no counter is needed, and there are two trips. Nor
-// is a release needed, or an acquire: all that a reader wants is in this one access.
+// How does a reader know that these 8 bytes are of this launch? The sum can spare its last bit. In
+// its place is the turn, which is 1 in the first launch, 0 in the second, and so on. Readers read
+// again until it is this launch's turn. One bit is enough, because every launch overwrites every
+// entry, also those of rows beyond B: what an entry has before that is of the launch before, which
+// had the other turn. So no counter is needed, and there are two trips. Nor is a release needed, or
+// an acquire: all that a reader wants is in this one access.
 enum class Then { logits, parts, probabilities };
 
 using Posted = unsigned long long;  // a maximum, a sum, and the bit
@@ -1331,7 +1336,8 @@ inline void library_product(cublasHandle_t blas, const float* x, const float* W,
 
 // A table is one shape in one precision. All tables have *library*. Which other rows there are
 // depends on C, on whether rows of x and W are whole vectors, and on the GPU: blocks that wait for
-// one another need room. From 1e11 operations on, of those on the CUDA cores only split-K is there.
+// one another need room. From 1e11 operations on, the table has of the kernels on the CUDA cores
+// only *fused split-K*.
 //
 //     columns      on the CUDA cores               on tensor cores, of whole vectors only
 //     up to 128    unfused tiles, fused tiles,     unfused tensor cores, fused tensor cores

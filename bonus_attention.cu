@@ -155,14 +155,7 @@ struct OnlineRows {
   // Turns a tile's logits into exponentials relative to the new maximum. What has been summed up
   // before must be multiplied by `factor`. `scale` is the scale of the logits times log2(e), since
   // the hardware computes 2^x and not e^x. A row of which nothing but -infinity has come subtracts
-  // nothing.
-  //
-  // One FMA (a multiply-add that rounds once) makes an exponent: logit * scale - base. `base`, the
-  // maximum times the scale, has been rounded before, and logit * scale has not. So all exponents
-  // of a row are off by the rounding error of `base`. Up to 256 that is at most 2^-17, less than
-  // the rounding of a probability to fp16. Beyond it the maximum is subtracted from the logits
-  // first, without a rounding error. Else the exponents of a row whose maximum is 2^33 would be off
-  // by 256, and its result would be NaN.
+  // nothing: base_of(maximum) is 0 there, and else the maximum.
   //
   // kRarely: the exponentials stay relative to the old maximum, and there is no factor, as long as
   // no exponential of the warp's rows would exceed 2^8. (The 8 in the code is this exponent.)
@@ -187,6 +180,12 @@ struct OnlineRows {
         sum[r] *= factor[r];
       }
     }
+    // (Skip this at first.) One FMA (a multiply-add that rounds once) makes an exponent: logit *
+    // scale - base. `base` has been rounded before, and logit * scale has not. So all exponents of
+    // a row are off by the rounding error of `base`. Up to 256 that is at most 2^-17, less than the
+    // rounding of a probability to fp16. Beyond it the maximum is subtracted from the logits first,
+    // without a rounding error. Else the exponents of a row whose maximum is 2^33 would be off by
+    // 256, and its result would be NaN.
     float base[2] = {from[0] * scale, from[1] * scale};
     if (fabsf(base[0]) > 256 || fabsf(base[1]) > 256) {
 #pragma unroll
@@ -1143,6 +1142,14 @@ struct StayConsumer {
       //   last         this tile is the last one of its work tile
       //   more         there is a next tile, of this work tile or of the next one
       //   next_active  there is a next tile, and it is not hidden
+      //
+      // What happens to this tile's V, and to the next tile's K:
+      //   active  next_active   this tile                              the next tile
+      //   yes     yes           the last product with V, then it is    its logits, at the same time
+      //                         put (written)
+      //   yes     no            the last product with V, then put      its K is passed over, if any
+      //   no      yes           its V is given back unread             its logits: begin()
+      //   no      no            its V is given back unread             its K is passed over, if any
       const bool last = own.tile == 0;
       ConsumerPiece next = own;
       bool more = true;

@@ -368,32 +368,15 @@ __global__ void __launch_bounds__(MmaTile<T, kWidth>::kThreads, 2)
 // each group the four numbers of a consumer's 128 threads are neighbours in memory. So a thread
 // adds 16 bytes by one instruction, and a warp 512 bytes in a row.
 //
-// *reduce-add* is the same kernel with kByEngine. There the consumer writes its part to shared
-// memory and goes on, while the copy engine adds these 16 KB to the sums.
+// The three kernels differ in how dQ is added up, `Adding` below:
 //
-// In both, the blocks of a head add to a part of dQ in whatever order they come, and a sum of
-// rounded numbers depends on their order: the last bits of dQ differ from run to run. In
-// *deterministic* each part is added to in the order of the keys. Beside the sums of each part
-// there is a count of the blocks that have added to it. The block of key tile j waits until the
-// count is j, adds, and raises the count when its numbers have arrived in memory.
+//     by_threads   *warp specialization*: as said, see add_part()
+//     by_engine    *reduce-add*: the consumer writes its part to shared memory and goes on, while
+//                  the copy engine adds these 16 KB to the sums
+//     in_order     *deterministic*: each part is added to in the order of the keys, see
+//                  add_in_order(). For blocks that wait for others, see take_place()
 //
-// Nobody should wait for long. All blocks of a head go through the tiles of queries in the same
-// order, from the last one on. So a block that begins a little later than the one of the keys
-// before it stays behind it, and always finds its turn come. With a causal mask blocks of later
-// keys end earlier, and are otherwise the same. (Heads of Q that share keys alternate with each
-// tile. If they came one after the other, a block that the mask hides more from would come to the
-// second head too early.) And it is not a consumer that waits. The producer's warpgroup has three
-// more warps. A thread in each of two of them takes a consumer's parts from shared memory, waits,
-// and has the copy engine add them.
-//
-// The first block does not add but stores. So the sums need not begin as zeros.
-//
-// Nobody waits forever either. A block waits only for blocks of lower numbers, and GPUs start
-// blocks in the order of their numbers. So all that it waits for have started, and of all blocks
-// that have not ended the one with the lowest number waits for none: it ends, and so do all. The
-// numbers go through some heads, `abreast` of them: first through their first tiles of keys, then
-// through the second ones, and so on. The more heads there are, the further apart the blocks of a
-// head start. But these heads share the L2 cache.
+// At the first reading take by_threads, and skip what is `if constexpr (kInOrder)`.
 //
 // The words are those of bonus_attention at *warp specialization*, and these:
 //     Box, LeftTile                 rows of 128 bytes in shared memory, as the copy engine brings
@@ -405,9 +388,10 @@ __global__ void __launch_bounds__(MmaTile<T, kWidth>::kThreads, 2)
 //                                   memory, or store them there
 //     tensor_store_wait<0>          waits until what the copy engine has added is in memory
 //     wait_for_count                reads a counter until it is high enough, by an acquire
-//     launch_early                  starts a kernel as soon as all blocks of the one before have
-//                                   ended, before their results are sure to be seen;
-//                                   wait_for_previous_kernel() waits for these
+//     launch_early                  starts a kernel when all blocks of the one before have called
+//                                   start_next_kernel(), or have ended, as here: nobody calls it.
+//                                   Their results are sure to be seen only after
+//                                   wait_for_previous_kernel()
 enum class Adding { by_threads, by_engine, in_order };
 
 template <int kWidth>
@@ -493,7 +477,9 @@ struct HopperBlock : HopperTile<kWidth> {
   __device__ HopperBlock(char* bytes, const HopperMaps& of, const Operands<T>& operands)
       : shared(*reinterpret_cast<Shared*>(bytes)), maps(of), in(operands) {
     if (threadIdx.x == 0) {
-      prepare(shared.pipeline, 2, 1 + 32);  // the copy engine's bytes, and a warp, fill a stage
+      // Two consumers give a stage back. 33 arrivals fill it: one thread announces the bytes of the
+      // copies, and 32 lanes have written the logarithms and D.
+      prepare(shared.pipeline, 2, 1 + 32);
       barrier_init(&shared.KV_full, 1);
       for (int i = 0; kInOrder && i < 2; ++i) {
         barrier_init(&shared.part_full[i], 4);  // the warps of a consumer
@@ -510,8 +496,17 @@ struct HopperBlock : HopperTile<kWidth> {
     steps = tiles * in.group;
   }
 
-  // The place of the block with this number: heads of K and V, of all batches, come `abreast` at a
-  // time. Of the last ones there may be fewer.
+  // *deterministic*: the place of the block with this number. A block waits for the blocks of the
+  // keys before. If blocks start in the order of their numbers, it never waits for one that has not
+  // started: of all that have not ended the one with the lowest number waits for none, so it ends,
+  // and so do all. GPUs so far start blocks in that order, but CUDA's documentation does not
+  // promise it. (If each block drew its number from a counter in memory, when it starts, this would
+  // hold on every GPU.)
+  //
+  // The numbers go through some heads of K and V, `abreast` of them: first through their first
+  // tiles of keys, then through the second ones, and so on. The more heads there are, the further
+  // apart the blocks of a head start. But these heads share the L2 cache. Of the last heads there
+  // may be fewer.
   __device__ void take_place(int number) {
     const int key_tiles = ceil_div(in.keys, Tile::kKeys), kv_heads = in.heads / in.group;
     const int first = number / (in.abreast * key_tiles) * in.abreast;
@@ -662,9 +657,24 @@ struct HopperBlock : HopperTile<kWidth> {
       }
     }
   }
-  // A thread that adds a consumer's parts in order. A count has an acquire where it is read and a
-  // release where it is raised. These order what threads do; the fence orders what the copy engine
-  // does behind the acquire. A look at the next step's count takes as long as a part on its way to
+  // *deterministic*. When the blocks of a head add to a part of dQ in whatever order they come, the
+  // last bits of dQ differ from run to run, as a sum of rounded numbers depends on their order.
+  // Here there is a count beside the sums of each part: of the blocks that have added to it. The
+  // block of key tile j waits until the count is j, adds, and raises the count when its numbers
+  // have arrived in memory. The first block stores in place of adding, so the sums need not begin
+  // as zeros.
+  //
+  // Nobody should wait for long. All blocks of a head go through the tiles of queries in the same
+  // order, from the last one on. So a block that begins a little later than the one of the keys
+  // before it stays behind it, and always finds its turn come. With a causal mask blocks of later
+  // keys end earlier, and are otherwise the same. (Heads of Q that share keys alternate with each
+  // tile. If they came one after the other, a block that the mask hides more from would come to the
+  // second head too early.) And it is not a consumer that waits: the producer's warpgroup has three
+  // more warps, and a thread in each of two of them runs this function.
+  //
+  // It adds a consumer's parts in order. A count has an acquire where it is read and a release
+  // where it is raised. These order what threads do; the fence orders what the copy engine does
+  // behind the acquire. A look at the next step's count takes as long as a part on its way to
   // memory: so it is taken meanwhile.
   __device__ void add_in_order(int of_consumer) const {
     const auto& from = shared.parts[of_consumer];
@@ -742,7 +752,9 @@ __global__ void __launch_bounds__(HopperTile<kWidth>::kThreads, 1)
       auto& stage = reader.wait();
       block.start_transposed(P, shared.K, stage.Q);
       block.start_transposed(dS, shared.V, stage.d_out);
-      wgmma_wait<Block::kBoxes>();  // for the logits; dP, a group for each box, may still run
+      // A product has a group of wgmma for each box: one for a width of 64, two for 128. So this
+      // waits for the logits, and the groups of dP may still run.
+      wgmma_wait<Block::kBoxes>();
       block.to_probabilities(P, stage, block.tile_of(step) * Block::kQueries);
       block.to_factor(P_factor, P);
       // across_k() reads the boxes behind this one, too.
@@ -838,7 +850,8 @@ struct Table : AttentionBackwardProblem<T> {
   }
 
   // For *deterministic*: as many heads side by side as make a block for each multiprocessor, and
-  // as let two steps pass from the start of one of a head's blocks to that of the next one.
+  // as let two steps pass from the start of one of a head's blocks to that of the next one. Then
+  // as many more as make groups of equal size: in a small last one blocks would wait.
   template <int kQueries>
   int abreast() const {
     const AttentionShape& of = this->shape;
@@ -849,7 +862,8 @@ struct Table : AttentionBackwardProblem<T> {
     const int64_t steps = of.group() * ceil_div(of.queries, kQueries);
     const int64_t most = std::max<int64_t>(1, of.causal ? steps / 2 : steps);
     const int64_t apart = std::min(2 * ceil_div(of.keys, int64_t{128}), most);
-    return static_cast<int>(std::min(heads, ceil_div(int64_t{2} * multiprocessors(), apart)));
+    const int64_t least = std::min(heads, ceil_div(int64_t{2} * multiprocessors(), apart));
+    return static_cast<int>(ceil_div(heads, heads / least));
   }
 
   template <int kQueries = 64>

@@ -73,6 +73,7 @@ using namespace primitives;
 
 // ---- The algebra --------------------------------------------------------------------------------
 
+// (Who has read lesson 10 may go on at Order: this section makes its tables of blades once more.)
 // Lesson 10's algebra, for n vectors that all square to +1. A blade is a set of vectors: bit v says
 // whether vector v is in it. Blades are numbered by grade, within a grade by their bits: 1; e1, e2,
 // e3; e12, e13, e23; e123. Blade 0 is the scalar, which the formulas call 1.
@@ -153,6 +154,10 @@ static_assert(Euclidean<2>::kTriples == 10 && Euclidean<3>::kTriples == 20);
 //
 //     grade c of the result   slots slot[c] to slot[c + 1] - 1, blades blade[c] to blade[c + 1] - 1
 //     its planes              from plane[c] on: blades(c) of the first slot, then of the next one
+//
+// For example, in 3-D grade 1 has slots 4 to 9, which are the triples (0,1,1), (1,1,0), (1,1,2),
+// (2,1,1), (2,1,3) and (3,1,2), and blades 1 to 3. Its planes are 4 to 21: 4 to 6 are those of slot
+// 4 for z_e1, z_e2 and z_e3, then come those of slot 5.
 struct Order {
   int grades = 0;
   int triple_of[20] = {};  // the triple that has this slot
@@ -746,11 +751,12 @@ struct WeightTransposer {
   }
 };
 
-// Runs before the product. Each of the first `plane_blocks` blocks makes four units, one a warp:
-// with 512 features, in *planes first*, one row of all planes. Each other block transposes a piece
-// of w, with the first chunk only. Block 0 also sets the product's counters to 0. Blocks may start
-// while the previous kernel ends, which may still read what they overwrite, so they wait. In 3-D a
-// thread holds twice as many blades: 5 blocks fit, not 8.
+// Runs before the product, and makes ready what that reads: planes, weights and counters. Each of
+// the first `plane_blocks` blocks makes four units, one a warp: with 512 features, in *planes
+// first*, one row of all planes. Each other block transposes a piece of w, with the first chunk
+// only. Block 0 also sets the product's counters to 0. Blocks may start while the previous kernel
+// ends, which may still read what they overwrite, so they wait. In 3-D a thread holds twice as many
+// blades: 5 blocks fit, not 8.
 template <typename A>
 __global__ void __launch_bounds__(128, A::kBlades > 4 ? 5 : 8)
     make_ready(const __grid_constant__ PlaneMaker<A> maker, int plane_blocks,
@@ -773,6 +779,11 @@ __global__ void __launch_bounds__(128, A::kBlades > 4 ? 5 : 8)
 
 // ---- Planes first -------------------------------------------------------------------------------
 
+// At the first reading skip Rounds, TileOrder and Norm, which stand before the kernel: place(tile)
+// looks up in a list which rows, which blade and which columns a tile of z has, together() says
+// whether its row's norm can be made at once, and scale() divides sums by the rms of their row. Go
+// on at copy_tile.
+//
 // Lesson 3's *clusters*, in TF32. A block computes z_k of one blade k for 128 rows and kCols
 // features, the sum of P_t,k w[t] over all slots of k's grade. kStacked blocks below each other
 // share the weights. A stage has 32 features of one plane, and the weights of its slot for these.
@@ -867,10 +878,12 @@ struct TileOrder {
     int row, blade, col;  // the first row and feature
   };
   // Where a tile is, by its number. Row by row there is one list: row after row, in a row blade
-  // after blade, the longer ones first, and of each blade all columns. To give short tiles to other
-  // clusters, after every two rounds `shift` lets rows begin two blades later: in 2-D with 4
-  // clusters the third row is C 1, C e12, C e1, C e2. With the longest first there are two such
-  // lists, that of the longer blades and that of the others, which begins above with tile 12.
+  // after blade, the longer ones first, and of each blade all columns. If all rows began with the
+  // longer blades, the same clusters would have the short tiles in every second round. So the rows
+  // of rounds 2 and 3 begin two blades later, those of rounds 4 and 5 four, and so on: `shift`,
+  // counted in tiles. For example, in 2-D with 4 clusters a round is one row. Rows A and B are e1,
+  // e2, 1, e12, and row C is 1, e12, e1, e2. With the longest first there are two such lists, that
+  // of the longer blades and that of the others, which begins above with tile 12.
   __host__ __device__ Place place(int tile) const {
     const int all_long = by_rows ? 0 : row_tiles * cols * longer();
     const bool is_long = tile < all_long;
@@ -901,7 +914,10 @@ struct TileOrder {
 // a row is over all features and over the blades of a grade. These are in tiles of several
 // clusters. If all of these tiles are of one round, a warpgroup keeps its sums of z in registers,
 // leaves its rows' sums of squares in memory, adds 1 to a counter, and waits until all tiles have
-// done so. Then it scales its sums, so that z is never in memory.
+// done so. Then it scales its sums, so that z is never in memory. For example, with 512 features
+// and tiles of 256 columns grade 1 of a row is 3 blades x 2 columns = 6 tiles: each leaves its sums
+// in `squares`, which is (blades, columns of tiles, pitch), waits until the counter is 6, and adds
+// up 6 sums a row.
 //
 // Nobody waits forever: all clusters are on the device at the same time, each has one tile of a
 // round, and a warpgroup that waits has given back its stages before. Rows whose tiles are of

@@ -64,8 +64,8 @@ __device__ inline unsigned multiply2(unsigned a, unsigned b) {
 }
 
 /// Where element (row, col) of a tile lies in shared memory, counted in elements of 16 bits from
-/// the tile's start. The tile has kCols columns (32, or a multiple of 64), has no gaps, and starts
-/// at a multiple of 128 bytes.
+/// the tile's start. The tile has kCols columns (16, 32, or a multiple of 64), has no gaps, and
+/// starts at a multiple of 128 bytes.
 ///
 /// Why not row-major? The 32 banks of shared memory are 128 bytes wide, eight pieces of 16 bytes.
 /// With rows of 64 columns a piece p would lie on the same four banks in every row. ldmatrix reads
@@ -73,15 +73,16 @@ __device__ inline unsigned multiply2(unsigned a, unsigned b) {
 /// piece p of row r lies at place p ^ (r % 8). Then the same piece of eight rows lies on eight
 /// different groups of banks. A whole row still fills the same 128 bytes, so writing rows meets no
 /// bank twice, either; and unlike padding this costs no memory. (With 32 columns a row has four
-/// pieces, and two rows share 128 bytes: piece p lies at p ^ (r / 2 % 4).)
+/// pieces, and two rows share 128 bytes: piece p lies at p ^ (r / 2 % 4). With 16 columns four rows
+/// share them: p ^ (r / 4 % 2).)
 ///
 /// An offset may be moved along a row without swizzling again: if (column & d) is 0, then
 /// swizzle(row, column + d) is swizzle(row, column) ^ d. d is a multiple of 8, and both columns are
-/// in the same 64 (or 32). Lesson 3's *lean* uses that, and explains it.
+/// in the same 64 (or 32, or 16). Lesson 3's *lean* uses that, and explains it.
 template <int kCols>
 __device__ inline int swizzle(int row, int col) {
-  static_assert(kCols == 32 || kCols % 64 == 0, "no layout for rows of this length");
-  const int turn = kCols == 32 ? row / 2 % 4 : row % 8;
+  static_assert(kCols == 16 || kCols == 32 || kCols % 64 == 0, "no layout for rows of this length");
+  const int turn = kCols == 16 ? row / 4 % 2 : kCols == 32 ? row / 2 % 4 : row % 8;
   return row * kCols + (col ^ 8 * turn);
 }
 

@@ -503,7 +503,7 @@ def answer_table(what):
     lines = [f"{run['device']['name']}. {run['caption']}; commit {run['commit'][:9]}.", "",
              f"| {' | '.join(run['columns'])} |", "|---" + "|--:" * (len(run["columns"]) - 1) + "|"]
     for name, *cells in run["rows"]:
-        shown = ["" if each is None else each if isinstance(each, str) else f"{float(f'{each:.3g}'):g}"
+        shown = ["" if each is None else each if isinstance(each, str) else f"{float(f'{each:.4g}'):g}"
                  for each in cells]
         lines.append("| " + " | ".join([name, *shown]) + " |")
     return "\n" + "\n".join(lines) + "\n"

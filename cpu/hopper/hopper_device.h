@@ -100,6 +100,12 @@ inline void tensor_load_multicast(void* to, const CUtensorMap* map, int matrix, 
   const int coordinates[3] = {col, row, matrix};
   cuda_cpu::tensor_load(to, map, 3, coordinates, barrier, ranks, site);
 }
+inline void tensor_load_multicast(void* to, const CUtensorMap* map, const int (&at)[5],
+                                  std::uint64_t* barrier, std::uint16_t ranks,
+                                  std::uint64_t /*policy*/,
+                                  cuda_cpu::Site site = cuda_cpu::Site::here()) {
+  cuda_cpu::tensor_load(to, map, 5, at, barrier, ranks, site);
+}
 inline void bulk_load(void* to, const void* from, int bytes, std::uint64_t* barrier,
                       cuda_cpu::Site site = cuda_cpu::Site::here()) {
   cuda_cpu::bulk_copy(to, from, bytes, barrier, cuda_cpu::kOwnRank, site);

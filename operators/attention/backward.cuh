@@ -1,7 +1,7 @@
-// The gradients of attention for any shape whose width is a multiple of 8 up to 128, and whose rows
-// are aligned to 16 bytes. On Hopper by operators/attention/backward_hopper.cuh, else by
-// operators/attention/backward_portable.cuh; each has a tile for widths up to 64, and one up to
-// 128.
+// The gradients of attention for any shape whose width is a multiple of 8 up to 256, and whose rows
+// are aligned to 16 bytes. On Hopper by operators/attention/backward_hopper.cuh, or, above 128, by
+// operators/attention/backward_wide.cuh; else by operators/attention/backward_portable.cuh. There
+// are tiles for widths up to 64, 128 and 256.
 #pragma once
 
 #include <algorithm>
@@ -10,12 +10,13 @@
 
 #include "operators/attention/backward_hopper.cuh"
 #include "operators/attention/backward_portable.cuh"
+#include "operators/attention/backward_wide.cuh"
 #include "operators/caller.h"
 
 namespace operators::attention {
 
 /// The most columns of a head, and queries of a tile: dQ is added up in whole tiles.
-inline constexpr int64_t kBackwardWidth = 128, kBackwardQueries = 128;
+inline constexpr int64_t kBackwardWidth = 256, kBackwardQueries = 128;
 
 /// Where the operands of the gradients are, and how they lie.
 template <typename T>
@@ -66,11 +67,39 @@ class BackwardLaunches {
                        in);
   }
 
+  /// For widths above 128.
+  template <class Tile, bool kInOrder>
+  void launch_wide() const {
+    constexpr int kBytes = sizeof(BackwardWideShared<Tile>);
+    const auto kernel = attention_backward_wide<Tile, kInOrder>;
+    allow_shared_bytes(kernel, kBytes);
+    const BackwardOperands<T> in = operands<Tile, Tile::kBlocks>(1);
+    const int64_t B = shape_.batch, S = shape_.queries, keys = shape_.keys, g = shape_.group();
+    const int64_t heads = shape_.kv_heads, width = shape_.width;
+    const auto of_queries = [&](const T* tensor, const Strides& by) {
+      return AttentionMaps::map<T>(tensor, by, B, S, heads, g, width, 1,
+                                   Tile::kQueries / Tile::kBlocks);
+    };
+    const auto of_keys = [&](const T* tensor, const Strides& by) {
+      return AttentionMaps::map<T>(tensor, by, B, keys, heads, 1, width, 1, Tile::kKeys);
+    };
+    const BackwardMaps maps{of_queries(in.Q, in.q), of_queries(in.d_out, in.d_o),
+                            of_keys(in.K, in.k),    of_keys(in.V, in.v),
+                            of_keys(in.dK, in.dk),  of_keys(in.dV, in.dv)};
+    start<Tile::kWidth>(in, kInOrder ? 0 : rows_of_sums(), kInOrder ? counts() : 0);
+    launch_clusters_on(stream_, kernel, Tile::kBlocks, true,
+                       blocks_of<Tile, kInOrder, Tile::kBlocks>(), Tile::kThreads, kBytes, maps,
+                       in);
+    const int64_t parts = Tile::kParts * ceil_div(S, int64_t{Tile::kQueries}) * shape_.heads * B;
+    launch_clusters_on(stream_, attention_finish_wide<Tile>, 1, true, blocks_for(parts, 1), 128, 0,
+                       in);
+  }
+
   template <class Tile, bool kInOrder>
   void launch_portable() const {
     constexpr int kBytes = sizeof(BackwardShared<Tile>);
     allow_shared_bytes(attention_backward_portable<Tile, kInOrder>, kBytes);
-    const BackwardOperands<T> in = operands<Tile>(2);
+    const BackwardOperands<T> in = operands<Tile>(Tile::kBlocks);
     start<Tile::kWidth>(in, rows_of_sums(), kInOrder ? counts() : 0);
     attention_backward_portable<Tile, kInOrder>
         <<<blocks_of<Tile, kInOrder>(), Tile::kThreads, kBytes, stream_>>>(in);
@@ -84,16 +113,17 @@ class BackwardLaunches {
     return shape_.batch * shape_.heads * ceil_div(shape_.queries, kBackwardQueries) *
            kBackwardQueries;
   }
-  /// For each part of dQ, of which a tile of 64 queries has two, and one of 32 has one.
-  int64_t counts() const { return rows_of_sums() / 32; }
-  int64_t tile_width() const { return shape_.width <= 64 ? 64 : 128; }
+  /// For each part of dQ, of which a tile of 64 queries has four at most, and one of 16 has one.
+  int64_t counts() const { return rows_of_sums() / 16; }
+  int64_t tile_width() const { return shape_.width <= 64 ? 64 : shape_.width <= 128 ? 128 : 256; }
 
   int64_t sequences() const { return shape_.kv_heads * shape_.batch; }
 
   /// In order they are in a row.
-  template <class Tile, bool kInOrder>
+  /// kCluster: how many blocks have neighbouring keys, and are a cluster.
+  template <class Tile, bool kInOrder, unsigned kCluster = 1>
   dim3 blocks_of() const {
-    const unsigned tiles = blocks_for(shape_.keys, Tile::kKeys);
+    const unsigned tiles = blocks_for(shape_.keys, Tile::kKeys * kCluster) * kCluster;
     if (kInOrder) return {tiles * static_cast<unsigned>(sequences())};
     const int64_t rows = std::min<int64_t>(sequences(), 1 << 15);
     return {tiles, static_cast<unsigned>(rows), blocks_for(sequences(), rows)};
@@ -110,16 +140,17 @@ class BackwardLaunches {
   /// As many sequences side by side, in order, as make a block for each place, and as let two steps
   /// pass from the start of one of a sequence's blocks to that of the next one: it takes about a
   /// step until the next block may add to the same part.
-  template <class Tile>
+  template <class Tile, int kCluster>
   int64_t abreast(int64_t places) const {
     const int64_t steps = shape_.group() * ceil_div(shape_.queries, int64_t{Tile::kQueries});
     const int64_t most = std::max<int64_t>(1, shape_.causal ? steps / 2 : steps);
-    const int64_t apart = std::min(2 * ceil_div(shape_.keys, int64_t{Tile::kKeys}), most);
+    const int64_t apart =
+        std::min(2 * ceil_div(shape_.keys, int64_t{Tile::kKeys * kCluster}), most);
     return std::min(sequences(), ceil_div(2 * places, apart));
   }
 
   /// blocks: that a multiprocessor has at a time.
-  template <class Tile>
+  template <class Tile, int kCluster = 1>
   BackwardOperands<T> operands(int blocks) const {
     const auto narrow = [](int64_t value) { return static_cast<int>(value); };
     return {
@@ -138,7 +169,7 @@ class BackwardLaunches {
         memory_.dk,
         memory_.dv,
         narrow(sequences()),
-        narrow(abreast<Tile>(int64_t{blocks} * multiprocessors()))};
+        narrow(abreast<Tile, kCluster>(int64_t{blocks} * multiprocessors() / kCluster))};
   }
 
   BackwardMemory<T> memory_;
@@ -162,7 +193,9 @@ class AttentionBackward {
 
   std::vector<Way> ways() const {
     const auto of_width = [&]<bool kInOrder>() {
-      return shape_.width <= 64 ? way<64, kInOrder>() : way<128, kInOrder>();
+      return shape_.width <= 64    ? way<64, kInOrder>()
+             : shape_.width <= 128 ? way<128, kInOrder>()
+                                   : way<256, kInOrder>();
     };
     return {in_order_ ? of_width.template operator()<true>()
                       : of_width.template operator()<false>()};
@@ -175,8 +208,16 @@ class AttentionBackward {
   Way way() const {
     const double flops = 2.5 * shape_.flops();
     const std::string order = kInOrder ? ", in order" : "";
-    if (is_hopper()) {
-      using Tile = BackwardHopperTile<T, kWidth>;
+    if (is_hopper() && kWidth > 128) {
+      using Tile = BackwardWideTile<T, 2, kInOrder>;  // in order by the copy engine
+      return {kInOrder ? "wgmma, parts of d_q added up by the copy engine, in order"
+                       : "wgmma, parts of d_q added up by atomics",
+              flops / 450e6,
+              [self = launches_] { self.template launch_wide<Tile, kInOrder>(); },
+              static_cast<int>(sizeof(BackwardWideShared<Tile>))};
+    }
+    if (is_hopper() && kWidth <= 128) {
+      using Tile = BackwardHopperTile<T, kWidth <= 128 ? kWidth : 128>;
       return {"wgmma, parts of d_q added up by the copy engine" + order, flops / 500e6,
               [self = launches_] { self.template launch_hopper<Tile, kInOrder>(); },
               static_cast<int>(sizeof(BackwardHopperShared<Tile>))};

@@ -1,5 +1,5 @@
 // The gradients of attention on any GPU from compute capability 8.0 on: *tensor cores* of
-// bonus_attention_backward.cu for rows that lie anywhere, of any width up to 128. And what comes
+// bonus_attention_backward.cu for rows that lie anywhere, of any width up to 256. And what comes
 // before it and after it.
 #pragma once
 
@@ -87,13 +87,20 @@ __global__ void __launch_bounds__(kRowThreads)
 
 /// A block owns kKeys keys of a head of K and V, a warp kOwn of them, and of these dK and dV. Tiles
 /// of kQueries rows of Q and d_out stream past.
+///
+/// With a width of 256 dK and dV of 16 keys would be 256 registers a lane. So two warps have the
+/// same keys: the even one has P and dV, the odd one has dS and dK. The tile of queries is as small
+/// as makes a block fit into 99 KB.
 template <typename T_, int kWidth_>
 struct BackwardTile {
   using T = T_;
-  static constexpr int kWidth = kWidth_, kWarps = 4, kThreads = 32 * kWarps;
-  static constexpr bool kAligned = true;
+  static constexpr int kWidth = kWidth_;
+  static constexpr bool kInPairs = kWidth > 128, kAligned = true;
+  static constexpr int kWarps = kInPairs ? 8 : 4, kThreads = 32 * kWarps;
+  static constexpr int kBlocks = kInPairs ? 1 : 2;     // that a multiprocessor has at a time
   static constexpr int kCount = kWidth == 64 ? 2 : 1;  // matrices of 16 keys that a warp has
-  static constexpr int kOwn = 16 * kCount, kKeys = kWarps * kOwn, kQueries = 32;
+  static constexpr int kOwn = 16 * kCount, kKeys = (kInPairs ? 4 : kWarps) * kOwn;
+  static constexpr int kQueries = kInPairs ? 16 : 32;
 };
 
 template <class Tile>
@@ -118,9 +125,11 @@ __device__ __forceinline__ int sequence_of_block() {
 }
 
 /// In order, a block adds to a part of dQ after the blocks of the keys before. It waits only for
-/// blocks of lower numbers, which have started before it, and of all that have not ended the one
-/// with the lowest number waits for none. Numbers go through `abreast` sequences at a time: through
-/// all of their first tiles, then through their second ones, and so on.
+/// blocks of lower numbers. If these have started before it, nobody waits forever: of all that have
+/// not ended the one with the lowest number waits for none. GPUs so far start blocks in the order
+/// of their numbers, but CUDA's documentation does not promise it. Numbers go through `abreast`
+/// sequences at a time: through all of their first tiles, then through their second ones, and so
+/// on.
 struct BackwardPlace {
   int key_tile, kv_head, batch, sequence;
 
@@ -131,10 +140,12 @@ struct BackwardPlace {
         batch(of_sequence / (in.heads / in.group)),
         sequence(of_sequence) {}
 
-  template <bool kInOrder, typename T>
+  /// kBlocks: of a cluster, which has one place.
+  template <bool kInOrder, int kBlocks = 1, typename T>
   __device__ static BackwardPlace of_block(const BackwardOperands<T>& in, int keys_of_tile) {
-    if (!kInOrder) return {in, static_cast<int>(blockIdx.x), sequence_of_block()};
-    const int number = static_cast<int>(blockIdx.x), key_tiles = ceil_div(in.keys, keys_of_tile);
+    const int number = static_cast<int>(blockIdx.x) / kBlocks;
+    if (!kInOrder) return {in, number, sequence_of_block()};
+    const int key_tiles = ceil_div(in.keys, keys_of_tile);
     const int first = number / (in.abreast * key_tiles) * in.abreast;
     const int together = min(in.abreast, in.sequences - first), rest = number - first * key_tiles;
     return {in, rest / together, first + rest % together};
@@ -197,9 +208,10 @@ __device__ __forceinline__ void store_keys(typename Tile::T* tile, int row,
 /// these do not leave its registers for dV += P^T d_out and dK += dS^T Q. For dQ += dS K, a sum
 /// over the keys of all warps, dS^T goes through shared memory, and each warp makes a quarter of
 /// the columns. Other blocks have other keys: parts of dQ are added up in memory by atomicAdd; with
-/// kInOrder each part of a tile when those of the keys before are there.
+/// kInOrder each part of a tile when those of the keys before are there. Of a pair of warps one has
+/// the logits and the other dP; P^T goes from the one to the other where dS^T will be.
 template <class Tile, bool kInOrder>
-__global__ void __launch_bounds__(Tile::kThreads, 2)
+__global__ void __launch_bounds__(Tile::kThreads, Tile::kBlocks)
     attention_backward_portable(BackwardOperands<typename Tile::T> in) {
   using T = typename Tile::T;
   constexpr int kWidth = Tile::kWidth, kKeys = Tile::kKeys, kQueries = Tile::kQueries;
@@ -210,7 +222,8 @@ __global__ void __launch_bounds__(Tile::kThreads, 2)
   const auto place = BackwardPlace::of_block<kInOrder>(in, kKeys);
   const int key0 = place.key_tile * kKeys, batch = place.batch;
   const int head0 = place.kv_head * in.group;
-  const int lane = threadIdx.x % 32, warp = threadIdx.x / 32, warp_key = warp * kOwn;
+  const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
+  const int warp_key = (Tile::kInPairs ? warp / 2 : warp) * kOwn;
 
   // A step is a tile of queries of a head. Query s sees key0 if s + keys - queries >= key0.
   const int first_tile = in.first_query(key0) / kQueries;
@@ -249,59 +262,111 @@ __global__ void __launch_bounds__(Tile::kThreads, 2)
   };
 
   const float scale = in.scale * kLog2E;
+  // A query without a logit has no P: then the base is +infinity.
+  const auto base_of = [](float log_sum) {
+    return log_sum == minus_infinity() ? -minus_infinity() : log_sum * kLog2E;
+  };
+  // In pairs a warp has one of these: the even one dV, the odd one dK.
   float dK[kCount][kWidth / 8][4] = {}, dV[kCount][kWidth / 8][4] = {};
   for (int step = 0; step < steps.count(); ++step) {
     const int query = query_of(step);
     const auto& stage = shared.stages[ahead.next() % 2];
 
-    float P[kCount][kQueries / 8][4] = {}, dS[kCount][kQueries / 8][4] = {};
-#pragma unroll
-    for (int k = 0; k < kWidth; k += 16) {
-      unsigned keys[kCount][4], queries[kQueries / 16][4];
-      load_left<kWidth>(keys, shared.K, warp_key, k);
-      load_right_transposed<kWidth>(queries, stage.Q, k, 0);
-      add_product<T>(P, keys, queries);
-    }
-#pragma unroll
-    for (int k = 0; k < kWidth; k += 16) {
-      unsigned values[kCount][4], d_out[kQueries / 16][4];
-      load_left<kWidth>(values, shared.V, warp_key, k);
-      load_right_transposed<kWidth>(d_out, stage.d_out, k, 0);
-      add_product<T>(dS, values, d_out);
-    }
-
-    // From logits and dP to P and dS. The first query of the tile sees the fewest keys. Where it
-    // sees all of the block's, nothing is masked. (A query behind the last one is all zeros, and so
-    // are its parts of the results.) A query without a logit has no P: then the base is +infinity.
+    // The first query of the tile sees the fewest keys. Where it sees all of the block's, nothing
+    // is masked. (A query behind the last one is all zeros, and so are its parts of the results.)
     const bool masked = key0 + kKeys > in.limit(query);
+    if constexpr (Tile::kInPairs) {
+      const bool odd = warp % 2;
+      const T* const of_keys = odd ? shared.V : shared.K;
+      const T* const of_queries = odd ? stage.d_out : stage.Q;
+      float own[1][kQueries / 8][4] = {};  // logits, then P; or dP, then dS
 #pragma unroll
-    for (int j = 0; j < kQueries / 8; ++j) {
+      for (int k = 0; k < kWidth; k += 16) {
+        unsigned keys[1][4], queries[kQueries / 16][4];
+        load_left<kWidth>(keys, of_keys, warp_key, k);
+        load_right_transposed<kWidth>(queries, of_queries, k, 0);
+        add_product<T>(own, keys, queries);
+      }
+      if (!odd) {
 #pragma unroll
-      for (int e = 0; e < 2; ++e) {
-        const int q = 8 * j + lane % 4 * 2 + e;
-        const float log_sum = stage.log_sums[q], row_sum = stage.row_sums[q];
-        const float base = log_sum == minus_infinity() ? -minus_infinity() : log_sum * kLog2E;
-        const int own_limit = in.limit(query + q) - key0 - warp_key - lane / 4;
+        for (int i = 0; i < kQueries / 2; ++i) {
+          const int q = i / 4 * 8 + lane % 4 * 2 + i % 2;
+          float& p = own[0][i / 4][i % 4];
+          p = exp2_approximate(fmaf(p, scale, -base_of(stage.log_sums[q])));
+          const int key = key0 + warp_key + lane / 4 + i / 2 % 2 * 8;
+          if (masked && key >= in.limit(query + q)) p = 0;
+        }
+        to_tile<kQueries>(shared.dS, warp_key, 0, own);
+      }
+      __syncthreads();  // P^T is there
+      if (odd) {
 #pragma unroll
-        for (int r = 0; r < 2 * kCount; ++r) {  // the lane's keys, 8 apart
-          float &p = P[r / 2][j][r % 2 * 2 + e], &ds = dS[r / 2][j][r % 2 * 2 + e];
-          p = exp2_approximate(fmaf(p, scale, -base));
-          if (masked && 8 * r >= own_limit) p = 0;
-          ds = p * (ds - row_sum);
+        for (int i = 0; i < kQueries / 2; i += 2) {
+          const unsigned pair = *pair_in<kQueries>(shared.dS, warp_key, 0, i / 2 % 2, i / 4);
+#pragma unroll
+          for (int e = 0; e < 2; ++e) {
+            const int q = i / 4 * 8 + lane % 4 * 2 + e;
+            float& ds = own[0][i / 4][i % 4 + e];
+            ds = static_cast<float>(reinterpret_cast<const T(&)[2]>(pair)[e]) *
+                 (ds - stage.row_sums[q]);
+          }
+        }
+        to_tile<kQueries>(shared.dS, warp_key, 0, own);
+      }
+#pragma unroll
+      for (int k = 0; k < kQueries; k += 16) {
+        unsigned left[1][4], right[kWidth / 16][4];
+        to_left<T>(left, own, k);
+        load_right<kWidth>(right, odd ? stage.Q : stage.d_out, k, 0);
+        add_product<T>(dV, left, right);
+      }
+    } else {
+      float P[kCount][kQueries / 8][4] = {}, dS[kCount][kQueries / 8][4] = {};
+#pragma unroll
+      for (int k = 0; k < kWidth; k += 16) {
+        unsigned keys[kCount][4], queries[kQueries / 16][4];
+        load_left<kWidth>(keys, shared.K, warp_key, k);
+        load_right_transposed<kWidth>(queries, stage.Q, k, 0);
+        add_product<T>(P, keys, queries);
+      }
+#pragma unroll
+      for (int k = 0; k < kWidth; k += 16) {
+        unsigned values[kCount][4], d_out[kQueries / 16][4];
+        load_left<kWidth>(values, shared.V, warp_key, k);
+        load_right_transposed<kWidth>(d_out, stage.d_out, k, 0);
+        add_product<T>(dS, values, d_out);
+      }
+
+      // From logits and dP to P and dS.
+#pragma unroll
+      for (int j = 0; j < kQueries / 8; ++j) {
+#pragma unroll
+        for (int e = 0; e < 2; ++e) {
+          const int q = 8 * j + lane % 4 * 2 + e;
+          const float log_sum = stage.log_sums[q], row_sum = stage.row_sums[q];
+          const float base = base_of(log_sum);
+          const int own_limit = in.limit(query + q) - key0 - warp_key - lane / 4;
+#pragma unroll
+          for (int r = 0; r < 2 * kCount; ++r) {  // the lane's keys, 8 apart
+            float &p = P[r / 2][j][r % 2 * 2 + e], &ds = dS[r / 2][j][r % 2 * 2 + e];
+            p = exp2_approximate(fmaf(p, scale, -base));
+            if (masked && 8 * r >= own_limit) p = 0;
+            ds = p * (ds - row_sum);
+          }
         }
       }
-    }
 
-    to_tile<kQueries>(shared.dS, warp_key, 0, dS);
+      to_tile<kQueries>(shared.dS, warp_key, 0, dS);
 #pragma unroll
-    for (int k = 0; k < kQueries; k += 16) {
-      unsigned left[kCount][4], right[kWidth / 16][4];
-      to_left<T>(left, P, k);
-      load_right<kWidth>(right, stage.d_out, k, 0);
-      add_product<T>(dV, left, right);
-      to_left<T>(left, dS, k);
-      load_right<kWidth>(right, stage.Q, k, 0);
-      add_product<T>(dK, left, right);
+      for (int k = 0; k < kQueries; k += 16) {
+        unsigned left[kCount][4], right[kWidth / 16][4];
+        to_left<T>(left, P, k);
+        load_right<kWidth>(right, stage.d_out, k, 0);
+        add_product<T>(dV, left, right);
+        to_left<T>(left, dS, k);
+        load_right<kWidth>(right, stage.Q, k, 0);
+        add_product<T>(dK, left, right);
+      }
     }
 
     __syncthreads();  // all of dS^T is there
@@ -337,8 +402,16 @@ __global__ void __launch_bounds__(Tile::kThreads, 2)
   const int own0 = key0 + warp_key, there = in.keys - own0;
   T* const to_dV = in.dV + batch * in.dv.batch + place.kv_head * in.dv.head + own0 * in.dv.row;
   T* const to_dK = in.dK + batch * in.dk.batch + place.kv_head * in.dk.head + own0 * in.dk.row;
+  if constexpr (Tile::kInPairs) {
+    if (warp % 2 == 1) {
+      store_keys<Tile>(shared.K, warp_key, dV, in.scale, to_dK, in.dk.row, there, in.width);
+      return;
+    }
+  }
   store_keys<Tile>(shared.V, warp_key, dV, 1, to_dV, in.dv.row, there, in.width);
-  store_keys<Tile>(shared.K, warp_key, dK, in.scale, to_dK, in.dk.row, there, in.width);
+  if constexpr (!Tile::kInPairs) {
+    store_keys<Tile>(shared.K, warp_key, dK, in.scale, to_dK, in.dk.row, there, in.width);
+  }
 }
 
 }  // namespace operators::attention

@@ -126,11 +126,6 @@ int64_t check_stride(const char* name, int64_t stride, int64_t cols, size_t elem
   return stride;
 }
 
-void check_hopper(const char* name) {
-  const TakingFor device(capability_to_plan_for());
-  if (!primitives::is_hopper()) refuse_capability(name, "9.0");
-}
-
 void check_capability(const char* name, int least) {
   const TakingFor device(capability_to_plan_for());
   if (primitives::compute_capability() >= least) return;
@@ -274,8 +269,14 @@ constexpr const Function* kFunctions[] = {&product_forward,
                                           &clifford_connected_backward,
                                           &cross_entropy_forward,
                                           &cross_entropy_backward,
-                                          &attention_backward};
-static_assert(std::size(kFunctions) == FK_ATTENTION_BACKWARD);
+                                          &attention_backward,
+                                          &product_bias_forward,
+                                          &product_backward,
+                                          &diffusion_ragged_forward,
+                                          &diffusion_ragged_backward,
+                                          &gradients_ragged_forward,
+                                          &gradients_ragged_backward};
+static_assert(std::size(kFunctions) == FK_GRADIENTS_RAGGED_BACKWARD);
 
 const Function& with_number(int number) {
   if (number >= 1 && number <= static_cast<int>(std::size(kFunctions))) {

@@ -59,8 +59,6 @@ constexpr int64_t extent(int64_t rows, int64_t cols, int64_t stride) {
   return (rows - 1) * stride + cols;
 }
 constexpr int64_t or_dense(int64_t stride, int64_t cols) { return stride == 0 ? cols : stride; }
-/// Refuses a GPU that is not of compute capability 9.0, or is taken for another one.
-void check_hopper(const char* name);
 /// Refuses a GPU that is of a compute capability below this one, such as 80, or is taken for one.
 void check_capability(const char* name, int least);
 
@@ -147,11 +145,12 @@ constexpr Function function_of(const char* name) {
 }
 
 /// One for each fk_function; each is defined beside its operator.
-extern const Function product_forward, gating_forward, gating_backward, attention_forward,
-    attention_log_sums, diffusion_forward, diffusion_backward, softmax_forward, softmax_backward,
-    gradients_forward, gradients_backward, clifford_forward, clifford_backward,
-    clifford_connected_forward, clifford_connected_backward, cross_entropy_forward,
-    cross_entropy_backward, attention_backward;
+extern const Function product_forward, product_bias_forward, product_backward, gating_forward,
+    gating_backward, attention_forward, attention_log_sums, diffusion_forward, diffusion_backward,
+    softmax_forward, softmax_backward, gradients_forward, gradients_backward, clifford_forward,
+    clifford_backward, clifford_connected_forward, clifford_connected_backward,
+    cross_entropy_forward, cross_entropy_backward, attention_backward, diffusion_ragged_forward,
+    diffusion_ragged_backward, gradients_ragged_forward, gradients_ragged_backward;
 
 /// Says how many bytes of workspace the function needs, and returns a code.
 int query(const Function& function, const void* description, size_t* bytes) noexcept;

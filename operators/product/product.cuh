@@ -587,6 +587,14 @@ struct MatrixProduct {
     /// Of several right factors side by side in a tile each has the same share of its columns.
     template <bool kAlone = false>
     __device__ void load(Stage& stage, Barrier* arrived) const {
+      if constexpr (requires { Tile::kLoads; }) {
+        return Tile::template load<kAlone>(stage, grid, work, at, k, arrived);
+      } else {
+        load_rows<kAlone>(stage, arrived);
+      }
+    }
+    template <bool kAlone>
+    __device__ void load_rows(Stage& stage, Barrier* arrived) const {
       constexpr int kBoxes = Tile::Share::kAllBoxes / kRightFactors;
       static_assert(kRightFactors == 1 || Tile::BN % (kBoxCols * kRightFactors) == 0);
       grid.template load<kAlone>(stage.a, &work.A.maps[0], at.row, k, arrived);

@@ -19,12 +19,15 @@ struct Strided {
 
 inline constexpr int kTransposeTile = 32, kTransposeRows = 8;
 
-/// to = from^T; what `to` has beyond from^T becomes 0. A block has a tile of 32 x 32, which is read
-/// and written by rows, 32 neighbours a warp, and changes places in shared memory. The tile's rows
-/// are an odd number of elements apart, so that a column of it lies in other banks.
+/// to = from^T for each of a batch, gridDim.y of them, whose matrices are so many elements apart;
+/// what `to` has beyond from^T becomes 0. A block has a tile of 32 x 32, which is read and written
+/// by rows, 32 neighbours a warp, and changes places in shared memory. The tile's rows are an odd
+/// number of elements apart, so that a column of it lies in other banks.
 template <typename T>
 __global__ void __launch_bounds__(kTransposeTile* kTransposeRows)
-    transpose(Strided<const T> from, Strided<T> to) {
+    transpose(Strided<const T> from, Strided<T> to, int64_t from_between, int64_t to_between) {
+  from.data += blockIdx.y * from_between;
+  to.data += blockIdx.y * to_between;
   __shared__ T tile[kTransposeTile][kTransposeTile + 1];
   const int64_t tiles = (to.cols + kTransposeTile - 1) / kTransposeTile;  // of a row of `to`
   const int64_t row0 = blockIdx.x % tiles * kTransposeTile;               // of `from`
@@ -42,11 +45,12 @@ __global__ void __launch_bounds__(kTransposeTile* kTransposeRows)
 }
 
 template <typename T>
-void launch_transpose(const Strided<const T>& from, const Strided<T>& to, cudaStream_t stream) {
+void launch_transpose(const Strided<const T>& from, const Strided<T>& to, cudaStream_t stream,
+                      unsigned count = 1, int64_t from_between = 0, int64_t to_between = 0) {
   const int64_t blocks = primitives::ceil_div(to.rows, int64_t{kTransposeTile}) *
                          primitives::ceil_div(to.cols, int64_t{kTransposeTile});
-  transpose<T><<<static_cast<unsigned>(blocks), dim3(kTransposeTile, kTransposeRows), 0, stream>>>(
-      from, to);
+  transpose<T><<<dim3(static_cast<unsigned>(blocks), count), dim3(kTransposeTile, kTransposeRows),
+                 0, stream>>>(from, to, from_between, to_between);
 }
 
 }  // namespace operators::product

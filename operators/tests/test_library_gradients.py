@@ -322,6 +322,17 @@ ATTENTION = [
     (AttentionBackward, dict(queries=40, keys=70, heads=1, width=64, layout="longer", type=BFLOAT16)),
     *((AttentionBackward, dict(queries=40, keys=150, heads=1, width=width, causal=1, large=2.0**11, type=kind))
       for width, kind in ((64, FLOAT16), (128, BFLOAT16))),
+    # Wide: dK and dV are divided, and on Hopper two blocks share queries; the second one's keys may all be hidden, or
+    # there may be none.
+    (AttentionBackward, dict(queries=9, keys=20, heads=1, width=256)),
+    (AttentionBackward, dict(queries=70, keys=140, heads=1, width=136, type=BFLOAT16)),
+    (AttentionBackward, dict(queries=130, keys=66, heads=1, width=144, causal=1)),
+    (AttentionBackward, dict(batch=2, queries=18, keys=35, heads=4, kv_heads=2, width=200, causal=1,
+                             layout="heads first")),
+    (AttentionBackward, dict(queries=9, keys=33, heads=2, kv_heads=2, width=248, layout="apart", type=BFLOAT16)),
+    (AttentionBackward, dict(queries=140, keys=270, heads=1, width=136, causal=1, deterministic=1)),
+    (AttentionBackward, dict(batch=2, queries=70, keys=150, heads=2, kv_heads=1, width=136, layout="heads first",
+                             deterministic=1)),
     # In order: several tiles of both, heads that alternate, queries without a key, more sequences than come abreast.
     (AttentionBackward, dict(queries=70, keys=140, heads=1, width=64, type=BFLOAT16, deterministic=1)),
     (AttentionBackward, dict(queries=150, keys=66, heads=2, width=8, causal=1, deterministic=1)),
@@ -372,6 +383,7 @@ SLOW = [
       for kind in (SoftmaxBackward, CrossEntropyBackward) for type in (FLOAT16, BFLOAT16)),
     (AttentionBackward, dict(queries=150, keys=300, heads=2, width=128, causal=1, type=BFLOAT16)),
     (AttentionBackward, dict(queries=300, keys=280, heads=1, width=64, causal=1)),
+    (AttentionBackward, dict(queries=300, keys=280, heads=2, kv_heads=1, width=256, causal=1, deterministic=1)),
 ]
 
 
@@ -513,7 +525,7 @@ WRONG = {
         *((dict(keys=value), BAD_SHAPE) for value in (0, -1, 1 << 40)),
         *((dict(heads=value), BAD_SHAPE) for value in (0, -1, 1 << 30)),
         *((dict(kv_heads=value), BAD_SHAPE) for value in (0, -1, 3)),
-        *((dict(width=value), BAD_SHAPE) for value in (0, -1, 12, 129, 136, 256)),
+        *((dict(width=value), BAD_SHAPE) for value in (0, -1, 12, 129, 257, 264)),
         *((dict(scale=value), BAD_ARGUMENT) for value in (0, -1, math.inf, math.nan)),
         (dict(causal=2), BAD_ARGUMENT), (dict(type=FLOAT32), BAD_ARGUMENT),
         *((dict(deterministic=value), BAD_ARGUMENT) for value in (-1, 2, 1 << 32)),

@@ -61,7 +61,7 @@ def test_functions():
 def test_constants():
     constants = {name: int(value) for name, value in re.findall(r"\b(FK_\w+) = (\d+)", TEXT)}
     constants["FK_VERSION"] = int(re.search(r"#define FK_VERSION (\d+)", (HEADER / "fused_kernels.h").read_text())[1])
-    assert len(constants) == 40
+    assert len(constants) == 52
     assert {name: value for name, value in vars(fused_kernels).items() if name.startswith("FK_")} == constants
 
 
@@ -175,8 +175,9 @@ def test_rows_have_the_names_of_the_header():
             own = OPERATORS[row.backward]
             incoming = [each for each in own.operands if each.removeprefix("d_") in row.results and each[:2] == "d_"]
             assert incoming and list(own.operands[:len(incoming)]) == incoming
-            assert {each.removeprefix("d_") for each in own.results} <= set(row.operands)
-            assert set(own.numbers) - {"deterministic"} <= set(row.numbers)  # which PyTorch says
+            assert {each.removeprefix("d_") for each in own.results if each not in own.numbers} <= set(row.operands)
+            # The others PyTorch says: what is deterministic, and which gradients are needed.
+            assert set(own.numbers) - {"deterministic", *own.results} <= set(row.numbers)
 
 
 class Symbol:
@@ -241,6 +242,33 @@ def typed(dtype, *shape):
     return tensor
 
 
+@pytest.mark.parametrize("sizes, strides, expected", [
+    ((3, 5), (5, 1), (False, 5, 0)), ((3, 5), (8, 1), (False, 8, 0)), ((3, 5), (1, 3), (True, 3, 0)),
+    ((3, 5), (1, 8), (True, 8, 0)), ((1, 5), (99, 1), (False, 0, 0)), ((1, 5), (99, 8), (True, 8, 0)),
+    ((5, 1), (8, 99), (False, 8, 0)), ((5, 1), (1, 99), (False, 1, 0)), ((1, 1), (7, 9), (False, 0, 0)),
+    ((2, 3, 5), (15, 5, 1), (False, 5, 15)), ((2, 3, 5), (0, 1, 3), (True, 3, 0)),
+    ((1, 3, 5), (99, 5, 1), (False, 5, 0)),
+])
+def test_where_a_matrix_lies(sizes, strides, expected):
+    assert fused_kernels._table.lie("a", sizes, strides) == expected
+
+
+@pytest.mark.parametrize("strides", [(10, 2), (0, 1), (1, 0), (5, 5)])
+def test_a_matrix_that_is_neither_in_rows_nor_in_columns(strides):
+    with pytest.raises(ValueError, match="elements of a row or of a column have to be neighbours"):
+        fused_kernels._table.lie("a", (3, 5), strides)
+
+
+def test_a_product_is_described_as_its_operands_lie():
+    row = OPERATORS["product_backward"]
+    a, b, d_c = (typed("float32", *shape) for shape in ((2, 3, 5), (2, 5, 4), (2, 3, 4)))
+    _, fields = row.check(dict(d_c=d_c, a=a, b=b), dict(math="tf32", d_a=True, d_b=True, d_bias=False))
+    found = row.describe(fields, {"a": ((2, 3, 5), (0, 1, 3)), "b": ((2, 5, 4), (40, 8, 1))})
+    assert {name: getattr(found, name) for name, _ in found._fields_[1:]} == dict(
+        type=fused_kernels.FK_TF32, rows=3, cols=4, depth=5, a_stride=3, b_stride=8, c_stride=0, transpose_a=1,
+        transpose_b=0, batch=2, a_batch_stride=0, b_batch_stride=40, c_batch_stride=12)
+
+
 class Turned(Dense):
     def is_contiguous(self):
         return False
@@ -250,7 +278,10 @@ class Turned(Dense):
 
 
 @pytest.mark.parametrize("name, operands, words", [
-    ("product", dict(a=Dense(8, 8, 2), b=Dense(8, 8)), r"a has the shape \(8, 8, 2\); it has to have 2 dimensions"),
+    ("product", dict(a=Dense(2, 8, 8), b=Dense(8, 8)), r"b has the shape \(8, 8\); it has to have 3 dimensions"),
+    ("product", dict(a=Dense(8), b=Dense(8, 8)), r"a has the shape \(8,\); it has to have 2 or 3 dimensions"),
+    ("product_bias", dict(a=Dense(3, 8), b=Dense(8, 8), bias=Dense(3)),
+     r"bias has the shape \(3,\); it has to be \(8,\)"),
     ("product", dict(a=Dense(8, 8), b=Dense(9, 8)), r"b has the shape \(9, 8\); it has to be \(8, 8\)"),
     ("gating", dict(x=Dense(3, 8), w1=Turned(8, 4), w2=Dense(8, 4), b1=Dense(4), b2=Dense(4)),
      r"w1 has the strides \(1, 9\), but it has to be contiguous; call .contiguous\(\) if a copy is acceptable"),
@@ -267,11 +298,43 @@ class Turned(Dense):
      r"x has the shape \(8,\); it has to have 2 or 3 dimensions"),
     ("diffusion", dict(x=Dense(9, 8), basis=Dense(1, 9, 8), mass=Dense(9), evalues=Dense(8), times=Dense(8)),
      r"basis has the shape \(1, 9, 8\); it has to have 2 dimensions"),
+    ("diffusion_ragged", dict(x=Dense(9, 8), basis=Dense(9, 8), mass=Dense(9), evalues=Dense(2, 8), times=Dense(8),
+                              offsets=typed("int32", 4)),
+     "offsets has 4 elements; of 2 meshes it has to have one more"),
+    ("diffusion_ragged", dict(x=Dense(9, 8), basis=Dense(9, 8), mass=Dense(9), evalues=Dense(2, 8), times=Dense(8),
+                              offsets=typed("int64", 3)), "offsets is torch.int64; it has to be torch.int32"),
+    ("gradient_features_ragged", dict(x=Dense(2, 8, 8), gr=Dense(9, 8), gi=Dense(8, 8), lr=Dense(8, 8), li=Dense(8, 8),
+                                      offsets=typed("int32", 3)),
+     r"gi has the shape \(8, 8\); it has to be \(9, 8\)"),
 ])
 def test_operands_that_do_not_fit(name, operands, words):
     row = OPERATORS[name]
     with pytest.raises(ValueError, match=words):
         row.check(operands, {each: default for each, (_, default) in row.numbers.items()})
+
+
+@pytest.mark.parametrize("math", ["fp32", "tf32", "tf32x3"])
+def test_types_and_meshes_of_a_diffusion_and_of_features(math):
+    """meshes are a dimension more, or, where they differ in their sizes, those of evalues or of the spectrum."""
+    single = functools.partial(typed, "float32")
+    wanted = {"fp32": fused_kernels.FK_FLOAT32, "tf32": fused_kernels.FK_TF32, "tf32x3": fused_kernels.FK_TF32X3}[math]
+
+    def described(name, *operands):
+        row = OPERATORS[name]
+        of = row.describe(row.check(dict(zip(row.operands, operands)), dict(math=math))[1], {})
+        return of.type, of.meshes, of.vertices, of.eigen, of.width
+
+    assert described("diffusion", single(9, 8), single(9, 5), single(9), single(5), single(8)) == (wanted, 1, 9, 5, 8)
+    assert described("diffusion", single(3, 9, 8), single(3, 9, 5), single(3, 9), single(3, 5), single(8)) == (
+        wanted, 3, 9, 5, 8)
+    assert described("diffusion_ragged", single(9, 8), single(9, 5), single(9), single(2, 5), single(8),
+                     typed("int32", 3)) == (wanted, 2, 9, 5, 8)
+    weights = single(8, 8), single(8, 8)
+    assert described("gradient_features", single(5, 8), single(9, 5), single(9, 5), *weights) == (wanted, 1, 9, 5, 8)
+    assert described("gradient_features", single(3, 5, 8), single(3, 9, 5), single(3, 9, 5), *weights) == (
+        wanted, 3, 9, 5, 8)
+    assert described("gradient_features_ragged", single(2, 5, 8), single(9, 5), single(9, 5), *weights,
+                     typed("int32", 3)) == (wanted, 2, 9, 5, 8)
 
 
 @pytest.mark.parametrize("name", ["cross_entropy", "cross_entropy_backward"])
@@ -311,8 +374,9 @@ def test_a_gate_and_a_math_that_there_are_not(numbers, words):
 
 
 def test_every_entry_point_is_called_with_shapes_in_turn():
-    names = {f"fk_{kind.NAME}" for module in ("", "_softmax", "_gradients", "_meshes", "_clifford")
-             for kind, _ in importlib.import_module(f"test_library{module}").IN_TURN}
+    sys.path.insert(0, str(ROOT / "operators" / "tests" / "layouts"))
+    modules = [*(f"test_library{of}" for of in ("", "_softmax", "_gradients", "_meshes", "_clifford")), "test_layouts"]
+    names = {f"fk_{kind.NAME}" for module in modules for kind, _ in importlib.import_module(module).IN_TURN}
     computing = {name.removesuffix("_forward") for name in fused_kernels.FUNCTIONS
                  if name.endswith(("_forward", "_backward"))}
     assert names == computing
@@ -337,8 +401,8 @@ def test_what_is_missing_is_said(tmp_path):
 ])
 def test_without_pytorch_its_functions_say_so(tmp_path, source, words):
     (tmp_path / "torch.py").write_text(f"{source}\n")
-    program = PRINTS_THE_ERROR_OF.format("product(1, 2)")
-    for each in program, program.replace("product(1, 2)", "nn").replace("try:", "try:\n    import fused_kernels.nn"):
+    program = PRINTS_THE_ERROR_OF.format("softmax(1, 2)")
+    for each in program, program.replace("softmax(1, 2)", "nn").replace("try:", "try:\n    import fused_kernels.nn"):
         result = execute([sys.executable, "-c", each], env={"PYTHONPATH": f"{tmp_path}:{BINDING}"})
         assert result.rc == 0, result.stderr
         assert words in result.stdout

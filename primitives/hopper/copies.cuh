@@ -202,7 +202,7 @@ __device__ inline void tensor_load(void* to, const CUtensorMap* map, const int (
       : "memory");
 }
 
-/// tensor_load_multicast() with a policy; and of matrix number `matrix`.
+/// tensor_load_multicast() with a policy; of matrix number `matrix`; and of five dimensions.
 __device__ inline void tensor_load_multicast(void* to, const CUtensorMap* map, int row, int col,
                                              Barrier* barrier, uint16_t ranks, uint64_t policy) {
   asm volatile(
@@ -221,6 +221,16 @@ __device__ inline void tensor_load_multicast(void* to, const CUtensorMap* map, i
           shared_address(to)),
       "l"(map), "r"(col), "r"(row), "r"(matrix), "r"(shared_address(barrier)), "h"(ranks),
       "l"(policy)
+      : "memory");
+}
+__device__ inline void tensor_load_multicast(void* to, const CUtensorMap* map, const int (&at)[5],
+                                             Barrier* barrier, uint16_t ranks, uint64_t policy) {
+  asm volatile(
+      "cp.async.bulk.tensor.5d.shared::cluster.global.mbarrier::complete_tx::bytes"
+      ".multicast::cluster.L2::cache_hint [%0], [%1, {%2, %3, %4, %5, %6}], [%7], %8, %9;" ::"r"(
+          shared_address(to)),
+      "l"(map), "r"(at[0]), "r"(at[1]), "r"(at[2]), "r"(at[3]), "r"(at[4]),
+      "r"(shared_address(barrier)), "h"(ranks), "l"(policy)
       : "memory");
 }
 

@@ -3,8 +3,8 @@
     results/questions/bounds.py [--bin FOLDER] [--json results/h200/questions/bounds.json] [--stalls FILE]
 
 ncu watches one verified launch of each, with its usual cold caches, and leaves the clock alone. Where a row of a lesson
-has several launches the longest one of the named function counts. --stalls records for lesson 3's kernels what warps
-wait for: how many of them, on average, each time that an instruction is issued.
+has several launches the longest one of the named function counts. --stalls records for lesson 3's kernels what a warp
+waits for: for how many cycles, for each of its instructions.
 """
 import re
 import sys
@@ -64,9 +64,10 @@ def main():
             rows.append([label, *(of[metric] for metric in COUNTERS.values()), of[TIME] * 1e-6])
             if lesson.startswith("3_"):
                 waits.append([label, *(of[metric] for metric in stalls.values())])
-    answers.finish(options.json, device, commit, "One launch under the profiler, with cold caches",
+    answers.finish(options.json, device, commit,
+                   "One launch under the profiler, with cold caches; in %, but for *waiting for loads* and *ms*",
                    ["lesson, kernel", *COUNTERS, "ms"], rows)
-    answers.finish(options.stalls, device, commit, "Warps that wait, for each instruction that is issued",
+    answers.finish(options.stalls, device, commit, "Cycles that a warp waits for each of its instructions",
                    ["lesson, kernel", *STALLS], waits)
     return 0
 

@@ -140,7 +140,7 @@ HEADERS = {
     BACKWARD: (RING,),
     OF_ATTENTION: ("operators/attention/layer.cuh", "operators/attention/hopper.cuh",
                    "operators/attention/portable.cuh", RING),
-    PRODUCT: ("operators/product/fp32.cuh", "operators/product/fp32_blocks.cuh"),
+    PRODUCT: ("operators/product/fp32/fp32.cuh", "operators/product/fp32/blocks.cuh"),
     TENSOR_CORES: (RING,),
     FUSED: ("primitives/wmma_fragments.cuh", RING),
     DIFFUSION: (RING,),

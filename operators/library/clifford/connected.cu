@@ -1,6 +1,10 @@
 // The fully connected Clifford product of operators/clifford_connected, as the library exports it.
 
+#include <type_traits>
+#include <vector>
+
 #include "operators/clifford_connected/layer.cuh"
+#include "operators/clifford_connected/portable.cuh"
 #include "operators/estimate.h"
 #include "operators/library/clifford/calls.h"
 
@@ -30,7 +34,7 @@ void check(const fk_clifford& of) {
   check_type("clifford", of.type, {FK_FLOAT32});
   check_clifford(of, "2, 0, 0 or 3, 0, 0", most_features);
   refuse_options(of, "the fully connected Clifford product");
-  check_hopper("the fully connected Clifford product");
+  check_capability("the fully connected Clifford product", 80);
 }
 
 CliffordCounts counts_of(const fk_clifford& of) {
@@ -41,40 +45,60 @@ CliffordCounts counts_of(const fk_clifford& of) {
   return counts;
 }
 
-/// The layer, which takes the planes of its products ready from memory.
-template <typename A>
-Ready<A, true> layer_of(const fk_clifford& of, const Operands& at, int place_of_x,
-                        const Memory<float>& out, const operators::Caller& caller) {
+/// The tensors of a pass. `out`: that of the call, or one in the workspace.
+CliffordTensors tensors_of(const fk_clifford& of, const Operands& at, int place_of_x,
+                           const Memory<float>& out, const operators::Caller& caller) {
   const CliffordCounts counts = counts_of(of);
-  const CliffordTensors tensors{
-      .layer = {static_cast<int>(of.batch), static_cast<int>(of.features), of.normed == 1},
-      .x = at.memory<float>(place_of_x, counts.x),
-      .y = at.memory<float>(place_of_x + 1, counts.x),
-      .w = at.memory<float>(place_of_x + 2, counts.w),
-      .out = out,
-      .workspace = caller.workspace,
-      .stream = caller.stream,
-      .alone = caller.alone};
-  return {tensors, caller.workspace.any<float>(static_cast<size_t>(A::kGrades) * of.batch)};
+  return {.layer = {static_cast<int>(of.batch), static_cast<int>(of.features), of.normed == 1},
+          .x = at.memory<float>(place_of_x, counts.x),
+          .y = at.memory<float>(place_of_x + 1, counts.x),
+          .w = at.memory<float>(place_of_x + 2, counts.w),
+          .out = out,
+          .workspace = caller.workspace,
+          .stream = caller.stream,
+          .alone = caller.alone};
 }
 
-/// How long a pass should take: products of all planes at the rate of TF32.
+/// How long a pass should take: products of all planes at the rate of TF32 on Hopper, or at less
+/// than a half of it by mma.sync.
 template <typename A>
 double microseconds_of(const fk_clifford& of, int products) {
   const double operations = 2.0 * products * kPlanes<A> * static_cast<double>(of.batch) *
                             static_cast<double>(of.features * of.features);
-  return operators::kFirstLaunch + operations / (2048 * operators::cycles() * multiprocessors());
+  const double rate = primitives::is_hopper() ? 2048 : 800;
+  return operators::kFirstLaunch + operations / (rate * operators::cycles() * multiprocessors());
+}
+
+/// Calls run with the layer of the description's algebra: on Hopper one that takes the planes of
+/// its products ready from memory while others are made, elsewhere the portable one.
+template <typename Run>
+void with_layer(const fk_clifford& of, const CliffordTensors& tensors, Run run) {
+  in_algebra(of, [&]<typename A>(A) {
+    const Memory<float> inverses =
+        tensors.workspace.any<float>(static_cast<size_t>(A::kGrades) * of.batch);
+    if (primitives::is_hopper()) {
+      run(A(), Ready<A, true>(tensors, inverses), "planes beside the product");
+    } else {
+      run(A(), Portable<A>(tensors, inverses), "planes first; products by mma.sync");
+    }
+  });
 }
 
 /// A pass of a description that has been checked.
 Operator forward_of(const fk_clifford& of) {
   return [=](const operators::Caller& caller, const Operands& at) {
     std::vector<operators::Way> ways;
-    in_algebra(of, [&]<typename A>(A) {
-      const Memory<float> out = at.memory<float>(3, counts_of(of).x);
-      const Ready<A, true> layer = layer_of<A>(of, at, kForwardX, out, caller);
-      ways.push_back({"planes beside the product", microseconds_of<A>(of, 1),
-                      [=] { layer.forward(nullptr); }, 0});
+    const Memory<float> out = at.memory<float>(3, counts_of(of).x);
+    const CliffordTensors tensors = tensors_of(of, at, kForwardX, out, caller);
+    with_layer(of, tensors, [&]<typename A, typename Layer>(A, const Layer& layer, auto name) {
+      const auto launch = [=] {
+        if constexpr (std::is_same_v<Layer, Portable<A>>) {
+          layer.forward();
+        } else {
+          layer.forward(nullptr);
+        }
+      };
+      ways.push_back({name, microseconds_of<A>(of, 1), launch, 0});
     });
     return ways;
   };
@@ -84,14 +108,20 @@ Operator forward_of(const fk_clifford& of) {
 Operator backward_of(const fk_clifford& of) {
   return [=](const operators::Caller& caller, const Operands& at) {
     std::vector<operators::Way> ways;
-    in_algebra(of, [&]<typename A>(A) {
-      const CliffordCounts counts = counts_of(of);
-      const Memory<float> out = caller.workspace.any<float>(static_cast<size_t>(counts.x));
-      const CliffordGradients d{at.memory<float>(0, counts.x), at.memory<float>(4, counts.x),
-                                at.memory<float>(5, counts.x), at.memory<float>(6, counts.w)};
-      const ReadyBackward<A, true> layer(layer_of<A>(of, at, kBackwardX, out, caller), d);
-      ways.push_back(
-          {"planes beside the product", microseconds_of<A>(of, 3), [=] { layer.run(); }, 0});
+    const CliffordCounts counts = counts_of(of);
+    const Memory<float> out = caller.workspace.any<float>(static_cast<size_t>(counts.x));
+    const CliffordTensors tensors = tensors_of(of, at, kBackwardX, out, caller);
+    const CliffordGradients d{at.memory<float>(0, counts.x), at.memory<float>(4, counts.x),
+                              at.memory<float>(5, counts.x), at.memory<float>(6, counts.w)};
+    with_layer(of, tensors, [&]<typename A, typename Layer>(A, const Layer& layer, auto name) {
+      const auto add = [&](const auto& backward) {
+        ways.push_back({name, microseconds_of<A>(of, 3), [=] { backward.run(); }, 0});
+      };
+      if constexpr (std::is_same_v<Layer, Portable<A>>) {
+        add(PortableBackward<A>(layer, d));
+      } else {
+        add(ReadyBackward<A, true>(layer, d));
+      }
     });
     return ways;
   };

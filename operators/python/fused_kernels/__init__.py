@@ -6,8 +6,8 @@ header's. `python3 -m fused_kernels` tests the library on this machine.
 
 With PyTorch, 2.6 or newer, it has functions of tensors: product(), gating(), attention(), diffusion(), softmax(),
 cross_entropy(), gradient_features(), clifford(), clifford_connected() and geometric_product(); and the gradients of
-all but the first and the last as functions of their own, such as gating_backward(). Each docstring says the formula,
-the shapes and the types. fused_kernels.nn, which is imported by itself, has networks. For all functions:
+all but the last as functions of their own, such as gating_backward(). Each docstring says the formula, the shapes and
+the types. fused_kernels.nn, which is imported by itself, has networks. For all functions:
 
 - Tensors are on one CUDA device. The work is put on PyTorch's current stream of that device, and the function
   returns at once. The results and the workspace are new tensors of PyTorch's caching allocator.
@@ -33,9 +33,12 @@ from ._torch import calls, torch
 from .geometric import geometric_product
 
 
-def product(a, b, math="fp32"):
-    """a b, the product of two matrices. Shapes: a (rows, depth), b (depth, cols); the result is (rows, cols) and
-    contiguous. Type: torch.float16, torch.bfloat16 or torch.float32 for all three; added up in fp32.
+def product(a, b, math="fp32", bias=None):
+    """a b + bias, the product of two matrices, or of a batch of them. Shapes: a (rows, depth), b (depth, cols), bias
+    (cols) or None; the result is (rows, cols) and contiguous. With more dimensions, or fewer, it is as torch.matmul has
+    it: those before the last two are a batch, and are broadcast; a vector is one row of a, or one column of b. Type:
+    torch.float16, torch.bfloat16 or torch.float32 for all; added up in fp32. In the 16-bit types a b may be rounded
+    before the bias is added.
 
     math: how fp32 is multiplied, whatever torch.backends.cuda.matmul.allow_tf32 says. "fp32": on the CUDA cores.
     "tf32": on tensor cores, with each element of a and b rounded to 11 bits instead of 24. "tf32x3": on tensor cores,
@@ -44,19 +47,51 @@ def product(a, b, math="fp32"):
     2^-25, or 2^-18 + depth * 2^-29 times the sum of the absolute values of its products. The 16-bit types take "fp32"
     alone.
 
-    Layout: elements of a row are neighbours. Rows may be further apart than they are long, a multiple of 16 bytes; but
-    with torch.float32 and math="fp32" they are dense. A transposed matrix is refused.
+    Layout: elements of a row are neighbours or, as in w.t(), those of a column: nothing has to be copied for that. Rows
+    (or columns) may be further apart than they are long, a multiple of 16 bytes; but with torch.float32 and math="fp32"
+    they are dense. Matrices of a batch may lie anywhere that is a multiple of 16 bytes apart; where more dimensions are
+    one batch, PyTorch copies what it cannot view as that.
 
     torch.autocast: operands become of its type, as those of PyTorch's product do, but torch.float64 stays. With another
     `math` than "fp32" they all stay as they are.
 
-    Gradients: d_a = d b^T and d_b = a^T d, by PyTorch's own product, since the library reads no transposed matrices.
-    How that multiplies fp32 is PyTorch's setting, not `math`.
+    Gradients: d_a = d b^T, d_b = a^T d and the sum of the rows of d, by product_backward(), multiplied as `math` says;
+    those that are needed. An incoming gradient that is not contiguous is copied. With create_graph=True they are two
+    calls of this function, and have gradients themselves.
 
     Raises a ValueError for shapes, types, layouts or a `math` that are not these, and a RuntimeError for a GPU below
     compute capability 8.0 (torch.float32 with math="fp32": for none). Source: operators/product; lessons 2 and 3
     explain it."""
-    return calls["product"](a, b, math)
+    if a.dim() != 2 or b.dim() != 2:
+        return _product_of_any_shape(a, b, math, bias)
+    if bias is None:
+        return calls["product"](a, b, math)
+    return calls["product_bias"](a, b, bias, math)
+
+
+def _product_of_any_shape(a, b, math, bias):
+    """Of torch.matmul's shapes by one call: of two matrices, or of two batches of as many."""
+    if a.dim() == 0 or b.dim() == 0:
+        raise ValueError(f"a has {a.dim()} dimensions and b {b.dim()}; both have to have at least 1")
+    if b.dim() == 1:
+        return product(a, b.unsqueeze(1), math, bias).squeeze(-1)
+    if a.dim() == 1:
+        return product(a.unsqueeze(0), b, math, bias).squeeze(-2)
+    if a.dim() == 2 or b.dim() == 2 and a.stride(-1) != 1 or b.dim() > 2:
+        shape = torch.broadcast_shapes(a.shape[:-2], b.shape[:-2])
+        a, b = (each.expand(*shape, *each.shape[-2:]).reshape(-1, *each.shape[-2:]) for each in (a, b))
+    else:  # one right factor: left ones below each other are one
+        shape, a = a.shape[:-1], a.reshape(-1, a.shape[-1])
+    found = calls["product"](a, b, math) if bias is None else calls["product_bias"](a, b, bias, math)
+    return found.reshape(*shape, *found.shape[1:])
+
+
+def product_backward(d_c, a, b, math="fp32", d_a=True, d_b=True, d_bias=True):
+    """(d_a, d_b, d_bias), the gradients of product(): d_c b^T, a^T d_c, and the sum of all rows of d_c. Each is None if
+    its flag is False. Shapes: a and b are two matrices, or two batches of as many, d_c that of the result, d_a and d_b
+    those of a and b, and transposed in memory where these are; d_bias (cols). Type, math, layout and errors: as
+    product(); d_c is contiguous. Gradients: none. Source: operators/product."""
+    return calls["product_backward"](d_c, a, b, math, d_a, d_b, d_bias)
 
 
 def gating(x, w1, w2, b1=None, b2=None, gate="sigmoid", math="fp32"):
@@ -113,7 +148,7 @@ def attention(q, k, v, causal=False, scale=None, log_sums=False):
 
     torch.autocast: q, k and v become of its type, as those of PyTorch's attention do, but torch.float64 stays.
 
-    Gradients: of q, k and v, by attention_backward(), always all three, where width is a multiple of 8, at most 128,
+    Gradients: of q, k and v, by attention_backward(), always all three, where width is a multiple of 8, at most 256,
     and strides are multiples of 8. What is not so is refused in the backward pass. log_sums have no gradient. An
     incoming gradient that does not lie as the result does is copied, if it is not contiguous. That of q has the same
     bits in each call only after torch.use_deterministic_algorithms(True). There are no second derivatives.
@@ -132,39 +167,54 @@ def attention_backward(d_out, q, k, v, out, log_sums, causal=False, scale=None, 
     heads of q that share one of k and v. With `deterministic` d_q has the same bits in each call, which takes longer
     where there are few queries and many keys; else its parts are added up in whatever order they come. Shapes: d_out
     that of out, each gradient that of what it is the gradient of, and its order of dimensions in memory. P and dS are
-    rounded to the type in between. width is a multiple of 8, at most 128. Layout: as attention(), with strides that
+    rounded to the type in between. width is a multiple of 8, at most 256. Layout: as attention(), with strides that
     are multiples of 8; log_sums are contiguous. Type: as attention(). Errors: as attention(), but of fp16, too, a
     RuntimeError for a GPU below compute capability 8.0. Gradients: none. Source: operators/attention; the bonus lesson
     on the gradients of attention explains it."""
     return calls["attention_backward"](d_out, q, k, v, out, log_sums, causal, scale, deterministic)
 
 
-def diffusion(x, basis, mass, evalues, times):
+def diffusion(x, basis, mass, evalues, times, offsets=None, math="fp32"):
     """(out, spectral) of the spatial diffusion on a mesh: spectral = exp(-evalues times) * (basis^T (mass x)) and
     out = basis spectral. Shapes: x and out (vertices, width), basis (vertices, eigen), mass (vertices), evalues
     (eigen), times (width), spectral (eigen, width); or all but times have one dimension more, before these, for
-    several meshes of one shape. eigen and width are multiples of 8, at most 256 and 512. Type: torch.bfloat16 for
-    all; added up in fp32, on compute capability 9.0 in an order that is another one in each call. Layout: all are
+    several meshes of one shape. Type: torch.float16, torch.bfloat16 or torch.float32 for all; added up in fp32. In the
+    16-bit types mass * basis or mass * x is rounded before it is multiplied, and so is spectral. torch.bfloat16 where
+    eigen and width are multiples of 8, at most 256 and 512, has kernels of its own, which on compute capability 9.0
+    add up in an order that is another one in each call; all other results are the same in each. Layout: all are
     contiguous.
+
+    offsets: (meshes + 1) in torch.int32, for meshes that differ in their sizes: mesh m has the vertices from
+    offsets[m] to offsets[m + 1] - 1. Then x and out are (vertices, width), basis (vertices, eigen) and mass
+    (vertices), with the vertices of all meshes, and evalues (meshes, eigen) and spectral (meshes, eigen, width). They
+    begin with 0, do not decrease, and end with the number of vertices; that is not looked at, and with others the
+    results are undefined. math: how fp32 is multiplied, as product() has it; the 16-bit types take "fp32" alone.
 
     Gradients: of x and times, by diffusion_backward(); incoming gradients that are not contiguous are copied. basis,
     mass and evalues are the mesh's own: if one of them requires a gradient, a RuntimeError says that there is none.
     There are no second derivatives.
 
-    On compute capability 9.0 the blocks of the kernel start together, so a call waits until its stream finds room for
-    all of them.
+    On compute capability 9.0 the blocks of the kernel of its own start together, so a call waits until its stream
+    finds room for all of them.
 
-    Raises a ValueError for shapes, types or layouts that are not these, and a RuntimeError for a GPU below compute
-    capability 8.0. Source: operators/diffusion; lesson 7 explains it."""
-    return calls["diffusion"](x, basis, mass, evalues, times)
+    Raises a ValueError for shapes, types, layouts or a `math` that are not these, and a RuntimeError for a GPU below
+    compute capability 8.0 (torch.float32 with math="fp32": for none). Source: operators/diffusion and
+    operators/meshes; lesson 7 explains it."""
+    if offsets is not None:
+        return calls["diffusion_ragged"](x, basis, mass, evalues, times, offsets, math)
+    return calls["diffusion"](x, basis, mass, evalues, times, math)
 
 
-def diffusion_backward(d_out, d_spectral, basis, mass, evalues, times, spectral):
+def diffusion_backward(d_out, d_spectral, basis, mass, evalues, times, spectral, offsets=None, math="fp32"):
     """(d_x, d_times), the gradients of diffusion(). With s = d_spectral + basis^T d_out: d_times = -(evalues s
     spectral), added up over eigen and meshes, and d_x = mass * (basis (exp(-evalues times) * s)). Shapes: d_out and
-    d_x those of x, d_spectral that of spectral, which diffusion() has returned, d_times that of times. Type, layout
-    and errors: as diffusion(). Gradients: none. Source: operators/diffusion; lesson 7 explains it."""
-    return calls["diffusion_backward"](d_out, d_spectral, basis, mass, evalues, times, spectral)
+    d_x those of x, d_spectral that of spectral, which diffusion() has returned, d_times that of times. Type, layout,
+    offsets, math and errors: as diffusion(). Gradients: none. Source: operators/diffusion and operators/meshes; lesson
+    7 explains it."""
+    if offsets is not None:
+        return calls["diffusion_ragged_backward"](d_out, d_spectral, basis, mass, evalues, times, spectral, offsets,
+                                                  math)
+    return calls["diffusion_backward"](d_out, d_spectral, basis, mass, evalues, times, spectral, math)
 
 
 def softmax(x, w):
@@ -216,27 +266,38 @@ def cross_entropy_backward(d_losses, x, w, labels, logits, log_sums):
     return calls["cross_entropy_backward"](d_losses, x, w, labels, logits, log_sums)
 
 
-def gradient_features(x, gr, gi, lr, li):
+def gradient_features(x, gr, gi, lr, li, offsets=None, math="fp32"):
     """tanh(xr ar + xi ai), element by element, the gradient features on a mesh: xr = gr x, xi = gi x, ar = xr lr^T -
     xi li^T and ai = xi lr^T + xr li^T. Shapes: x (eigen, width), gr and gi (vertices, eigen), lr and li (width,
-    width); the result is (vertices, width). eigen and width are multiples of 8, eigen is at most 256. Type:
-    torch.bfloat16 for all; added up in fp32; x lr^T and x li^T are rounded to bf16. Layout: all are contiguous.
+    width); the result is (vertices, width); or all but lr and li have one dimension more, before these, for several
+    meshes of one shape. Type: torch.float16, torch.bfloat16 or torch.float32 for all; added up in fp32; in the 16-bit
+    types x lr^T and x li^T are rounded. Layout: all are contiguous.
+
+    offsets: for meshes that differ in their sizes, as diffusion() has them: then x is (meshes, eigen, width), and gr,
+    gi (vertices, eigen) and the result (vertices, width) have the vertices of all meshes. math: how fp32 is
+    multiplied, as product() has it; the 16-bit types take "fp32" alone.
 
     Gradients: of x, lr and li, by gradient_features_backward(); an incoming gradient that is not contiguous is copied.
     gr and gi are the mesh's own: if one of them requires a gradient, a RuntimeError says that there is none. There are
     no second derivatives.
 
-    Raises a ValueError for shapes, types or layouts that are not these, and a RuntimeError for a GPU below compute
-    capability 8.0. Source: operators/gradients; lesson 8 explains it."""
-    return calls["gradient_features"](x, gr, gi, lr, li)
+    Raises a ValueError for shapes, types, layouts or a `math` that are not these, and a RuntimeError for a GPU below
+    compute capability 8.0 (torch.float32 with math="fp32": for none). Source: operators/gradients and
+    operators/meshes; lesson 8 explains it."""
+    if offsets is not None:
+        return calls["gradient_features_ragged"](x, gr, gi, lr, li, offsets, math)
+    return calls["gradient_features"](x, gr, gi, lr, li, math)
 
 
-def gradient_features_backward(d_out, x, gr, gi, lr, li):
+def gradient_features_backward(d_out, x, gr, gi, lr, li, offsets=None, math="fp32"):
     """(d_x, d_lr, d_li), the gradients of gradient_features(). With g = d_out * (1 - out^2), P = g * xr, Q = g * xi, R
     = g * ar and S = g * ai: d_lr = P^T xr + Q^T xi, d_li = Q^T xr - P^T xi and d_x = gr^T (R + P lr + Q li) + gi^T (S
-    - P li + Q lr). Shapes: d_out that of the features, each result that of what it is the gradient of. Type, layout
-    and errors: as gradient_features(). Gradients: none. Source: operators/gradients; lesson 8 explains it."""
-    return calls["gradient_features_backward"](d_out, x, gr, gi, lr, li)
+    - P li + Q lr). Shapes: d_out that of the features, each result that of what it is the gradient of. Type, layout,
+    offsets, math and errors: as gradient_features(). Gradients: none. Source: operators/gradients and
+    operators/meshes; lesson 8 explains it."""
+    if offsets is not None:
+        return calls["gradient_features_ragged_backward"](d_out, x, gr, gi, lr, li, offsets, math)
+    return calls["gradient_features_backward"](d_out, x, gr, gi, lr, li, math)
 
 
 def clifford(x, y, w, signature=(3, 0, 0), normed=True):
@@ -275,8 +336,11 @@ def clifford_connected(x, y, w, signature=(3, 0, 0), normed=True):
     Gradients: of x, y and w, by clifford_connected_backward(); an incoming gradient that is not contiguous is copied.
     There are no second derivatives.
 
-    The blocks of a kernel start together, so a call waits until its stream finds room for all of them. Source:
-    operators/clifford_connected; the bonus lesson on multivectors, mixed explains it."""
+    On compute capability 9.0 the blocks of a kernel start together, so a call waits until its stream finds room for all
+    of them.
+
+    Raises a ValueError for shapes, types or layouts that are not these, and a RuntimeError for a GPU below compute
+    capability 8.0. Source: operators/clifford_connected; the bonus lesson on multivectors, mixed explains it."""
     return calls["clifford_connected"](x, y, w, signature, normed)
 
 

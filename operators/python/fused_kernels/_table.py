@@ -44,6 +44,9 @@ class Operator:
     autocast: typing.Callable = None  # numbers -> whether torch.autocast converts operands; None: it does not
     # The name of the row of the gradients; or a function (ctx, *gradients) -> gradients of all inputs; or None.
     backward: object = None
+    # (calls, {operand: tensor}, numbers, incoming gradient, operands that need one) -> {result of the row of the
+    # gradients: tensor}, by calls that have gradients themselves; None: there are no second derivatives.
+    twice: typing.Callable = None
     refusal: str = ""  # what is said where an operand that has no gradient requires one
     returns: str = ""  # results in the order in which Python returns them, if it is not that of `writes`
 
@@ -134,6 +137,25 @@ class Operator:
                            for name, field in self.strides.items() if name in layouts}
         return self.struct(**{name: fields[name] for name, _ in self.struct._fields_[1:] if name in fields})
 
+    def is_transposed(self, operand):
+        """Whether results that are like this operand lie transposed. They are dense then; where it is None, they lie as
+        torch.empty_like() has it."""
+        return None
+
+
+class Product(Operator):
+    """Of matrices, or of batches of them, which may lie transposed: a description says how."""
+
+    def is_transposed(self, operand):
+        return lie("an operand", tuple(operand.shape), operand.stride())[0]
+
+    def describe(self, fields, layouts):
+        for name in ("a", "b"):
+            transposed, stride, between = lie(name, *layouts[name])
+            fields |= {f"transpose_{name}": transposed, f"{name}_stride": stride, f"{name}_batch_stride": between}
+        fields["c_batch_stride"] = fields["rows"] * fields["cols"]
+        return super().describe(fields, {})
+
 
 # ---- What is checked, and what is said where it does not hold ------------------------------------------------------
 
@@ -167,6 +189,19 @@ def of_rows(name, sizes, strides):
           f"{name} has the strides {tuple(strides)}, but elements of a row have to be neighbours and rows have to "
           "have memory of their own; call .contiguous() if a copy is acceptable")
     return by_row if rows > 1 else 0
+
+
+def lie(name, sizes, strides):
+    """(whether memory has the transpose, how far rows in memory are apart, and how far matrices are) of a matrix, or of
+    a batch of them: 0 for a single row, or a matrix that is all of the batch."""
+    (rows, cols), (by_row, by_col) = sizes[-2:], strides[-2:]
+    between = strides[0] if len(sizes) == 3 and sizes[0] > 1 else 0
+    if (cols <= 1 or by_col == 1) and (rows <= 1 or by_row > 0):
+        return False, by_row if rows > 1 else 0, between
+    check((rows <= 1 or by_row == 1) and (cols <= 1 or by_col > 0),
+          f"{name} has the strides {tuple(strides)}, but elements of a row or of a column have to be neighbours, and "
+          "have memory of their own; call .contiguous() if a copy is acceptable")
+    return True, by_col if cols > 1 else 0, between
 
 
 def of_heads(name, sizes, strides):
@@ -204,9 +239,20 @@ def type_and_gate(fields, operands, numbers):
     return {"gate": GATES[gate]} | type_of_product(fields, operands, numbers, "x")
 
 
-def gradients_of_product(ctx, d):
-    a, b = ctx.saved_tensors
-    return d @ b.t() if ctx.needs_input_grad[0] else None, a.t() @ d if ctx.needs_input_grad[1] else None, None
+def gradients_by_products(calls, operands, numbers, d, needed):
+    """Those of a product, or of a batch of them."""
+    a, b, math = operands["a"], operands["b"], numbers["math"]
+    return {"d_a": calls["product"](d, b.mT, math) if "a" in needed else None,
+            "d_b": calls["product"](a.mT, d, math) if "b" in needed else None,
+            "d_bias": d.flatten(0, -2).sum(0) if "bias" in needed else None}
+
+
+def type_of_meshes(fields, operands, numbers):
+    """Of a diffusion or of gradient features; where meshes differ in their sizes there are offsets."""
+    if "ends" in fields:
+        check(fields["ends"] == fields["meshes"] + 1,
+              f"offsets has {fields['ends']} elements; of {fields['meshes']} meshes it has to have one more")
+    return type_of_product(fields, operands, numbers, "basis" if "basis" in operands else "gr")
 
 
 def type_of_labels(fields, operands, numbers):
@@ -228,16 +274,20 @@ def algebra(signature, normed):
 def gradients_of(forward, function, reads, writes, what, **others):
     """The row of the gradients of an operator; what is not said here is as there."""
     own = dict(name=f"{forward.name}_backward", function=function, reads=reads, writes=writes, returns="",
-               first=forward.reads, like={}, strides={}, autocast=None, backward=None,
+               first=forward.reads, like={}, strides={}, autocast=None, backward=None, twice=None,
                refusal=f"the library has no second derivative of {what}")
     return dataclasses.replace(forward, **own | others)
 
 
-PRODUCT = Operator(
+PRODUCT = Product(
     name="product", function="fk_product_forward", struct=fk_product, types=HALF | BRAIN | SINGLE,
-    reads="a b", writes="c", shapes=dict(a="rows depth", b="depth cols", c="rows cols"),
-    strides=dict(a="a_stride", b="b_stride"), numbers=dict(math=("str", "fp32")), finish=type_of_product,
-    autocast=lambda math: math == "fp32", backward=gradients_of_product)
+    reads="a b", writes="c",
+    shapes=dict(a="batch? rows depth", b="batch? depth cols", bias="cols", c="batch? rows cols"),
+    strides=dict(a="a_stride", b="b_stride"), numbers=dict(math=("str", "fp32")), given=lambda **numbers: {"batch": 1},
+    finish=type_of_product, autocast=lambda math: math == "fp32", backward="product_backward",
+    twice=gradients_by_products)
+
+PRODUCT_BIAS = dataclasses.replace(PRODUCT, name="product_bias", function="fk_product_bias_forward", reads="a b bias")
 
 GATING = Operator(
     name="gating", function="fk_gating_forward", struct=fk_gating, types=HALF | BRAIN | SINGLE,
@@ -257,12 +307,26 @@ ATTENTION = Operator(
     finish=scale_of_attention, autocast=lambda *numbers: True, backward="attention_backward")
 
 DIFFUSION = Operator(
-    name="diffusion", function="fk_diffusion_forward", struct=fk_diffusion, types=BRAIN,
+    name="diffusion", function="fk_diffusion_forward", struct=fk_diffusion, types=HALF | BRAIN | SINGLE,
     reads="x basis mass evalues times", writes="spectral out", returns="out spectral",
     shapes=dict(x="meshes? vertices width", basis="meshes? vertices eigen", mass="meshes? vertices",
                 evalues="meshes? eigen", times="width", spectral="meshes? eigen width", out="meshes? vertices width"),
-    given=lambda: {"meshes": 1}, backward="diffusion_backward",
+    numbers=dict(math=("str", "fp32")), given=lambda math: {"meshes": 1}, finish=type_of_meshes,
+    backward="diffusion_backward",
     refusal="the diffusion has no gradient of basis, mass or evalues; call detach() on them")
+
+
+def ragged(row, shapes):
+    """The same of meshes that differ in their sizes. Vertices are those of all meshes together."""
+    name = f"{row.name}_ragged"
+    return dataclasses.replace(
+        row, name=name, function=row.function.replace("_forward", "_ragged_forward"), reads=f"{row.reads} offsets",
+        shapes=dict(shapes, offsets="ends"), dtypes=dict(offsets="int32"), given=None, backward=f"{name}_backward")
+
+
+DIFFUSION_RAGGED = ragged(DIFFUSION, dict(
+    x="vertices width", basis="vertices eigen", mass="vertices", evalues="meshes eigen", times="width",
+    spectral="meshes eigen width", out="vertices width"))
 
 SOFTMAX = Operator(
     name="softmax", function="fk_softmax_forward", struct=fk_softmax, types=HALF | BRAIN | SINGLE, reads="x w",
@@ -278,12 +342,17 @@ CROSS_ENTROPY = Operator(
     finish=type_of_labels, backward="cross_entropy_backward")
 
 GRADIENT_FEATURES = Operator(
-    name="gradient_features", function="fk_gradients_forward", struct=fk_gradients, types=BRAIN,
+    name="gradient_features", function="fk_gradients_forward", struct=fk_gradients, types=HALF | BRAIN | SINGLE,
     reads="x gr gi lr li", writes="out",
-    shapes=dict(x="eigen width", gr="vertices eigen", gi="vertices eigen", lr="width width", li="width width",
-                out="vertices width"),
+    shapes=dict(x="meshes? eigen width", gr="meshes? vertices eigen", gi="meshes? vertices eigen", lr="width width",
+                li="width width", out="meshes? vertices width"),
+    numbers=dict(math=("str", "fp32")), given=lambda math: {"meshes": 1}, finish=type_of_meshes,
     backward="gradient_features_backward",
     refusal="the gradient features have no gradient of gr or gi; call detach() on them")
+
+FEATURES_RAGGED = ragged(GRADIENT_FEATURES, dict(
+    x="meshes eigen width", gr="vertices eigen", gi="vertices eigen", lr="width width", li="width width",
+    out="vertices width"))
 
 CLIFFORD = Operator(
     name="clifford", function="fk_clifford_forward", struct=fk_clifford, types=SINGLE, reads="x y w", writes="out",
@@ -298,6 +367,10 @@ CLIFFORD_CONNECTED = dataclasses.replace(
 
 OPERATORS = {each.name: each for each in (
     PRODUCT,
+    PRODUCT_BIAS,
+    gradients_of(PRODUCT, "fk_product_backward", "d_c a b", "d_a d_b d_bias", "the product", first="a b",
+                 like=dict(d_a="a", d_b="b"), strides=PRODUCT.strides,
+                 numbers=PRODUCT.numbers | dict.fromkeys(("d_a", "d_b", "d_bias"), ("bool", True))),
     GATING,
     gradients_of(GATING, "fk_gating_backward", "d_out x w1 w2 b1? b2?", "d_x d_w1 d_w2 d_b1? d_b2?",
                  "the gated layer", strides=dict(x="x_stride", d_out="out_stride")),
@@ -309,6 +382,10 @@ OPERATORS = {each.name: each for each in (
     DIFFUSION,
     gradients_of(DIFFUSION, "fk_diffusion_backward", "d_out d_spectral basis mass evalues times spectral",
                  "d_x d_times", "the diffusion", first="d_out basis mass evalues times"),
+    DIFFUSION_RAGGED,
+    gradients_of(DIFFUSION_RAGGED, "fk_diffusion_ragged_backward",
+                 "d_out d_spectral basis mass evalues times spectral offsets", "d_x d_times", "the diffusion",
+                 first="d_out basis mass evalues times"),
     SOFTMAX,
     gradients_of(SOFTMAX, "fk_softmax_backward", "d_probs x w probs", "d_x d_w", "softmax(x w)"),
     CROSS_ENTROPY,
@@ -316,6 +393,9 @@ OPERATORS = {each.name: each for each in (
                  "the cross-entropy of softmax(x w)"),
     GRADIENT_FEATURES,
     gradients_of(GRADIENT_FEATURES, "fk_gradients_backward", "d_out x gr gi lr li", "d_x d_lr d_li",
+                 "the gradient features"),
+    FEATURES_RAGGED,
+    gradients_of(FEATURES_RAGGED, "fk_gradients_ragged_backward", "d_out x gr gi lr li offsets", "d_x d_lr d_li",
                  "the gradient features"),
     CLIFFORD,
     gradients_of(CLIFFORD, "fk_clifford_backward", "d_out x y w", "d_x d_y d_w", "the Clifford product"),

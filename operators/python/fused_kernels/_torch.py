@@ -89,7 +89,7 @@ def _make_plan(row, tensors, numbers):
     outputs = {}
     for name, layout in _results(row, operands, numbers, sizes).items():
         if layout and name in row.like:
-            strides = torch.empty_like(operands[row.like[name]], device="meta").stride()
+            strides = _empty_as(row, operands[row.like[name]], device="meta").stride()
         elif layout:
             strides = itertools.accumulate(layout[0][:0:-1], operator.mul, initial=1)
             strides = tuple(strides)[::-1] if layout[0] else ()
@@ -97,6 +97,16 @@ def _make_plan(row, tensors, numbers):
     layouts = {name: (tuple(each.shape), each.stride()) for name, each in operands.items() if each is not None}
     description = row.describe(fields, layouts | {name: each[:2] for name, each in outputs.items() if each})
     return _Plan(row.function, description, tuple(outputs.values()))
+
+
+def _empty_as(row, operand, **options):
+    """An empty tensor that lies as a result that is like an operand."""
+    transposed = row.is_transposed(operand)
+    if transposed is None:
+        return torch.empty_like(operand, **options)
+    operand = operand.mT if transposed else operand
+    empty = operand.new_empty(operand.shape, **options)
+    return empty.mT if transposed else empty
 
 
 def _results(row, operands, numbers, sizes):
@@ -321,10 +331,16 @@ def _backward_of(row):
             with torch.no_grad():
                 again = calls[row.name](*[saved[each] for each in row.operands], *numbers.values())
             saved |= {each: result for each, result in zip(row.returned, again) if each in kept}
+        if row.twice and torch.is_grad_enabled():
+            needed = [each for each, is_needed in zip(row.operands, ctx.needs_input_grad) if is_needed]
+            found = row.twice(calls, saved, numbers, *incoming.values(), needed)
+            return *[found.get(f"d_{each}") for each in row.operands], *[None] * len(row.numbers)
         arrived = [d if each in row.like and d.stride() == saved[each].stride() else d.contiguous()
                    for each, d in incoming.items()]
         if "deterministic" in own.numbers:
             numbers["deterministic"] = torch.are_deterministic_algorithms_enabled()
+        needed = dict(zip(row.operands, ctx.needs_input_grad))
+        numbers |= {each: needed.get(each.removeprefix("d_"), False) for each in own.results if each in own.numbers}
         found = calls[own.name](*arrived, *saved.values(), *[numbers[each] for each in own.numbers])
         found = dict(zip(own.results, found))
         return (*[found.get(f"d_{each}") if is_needed else None
@@ -378,7 +394,7 @@ def _register(library_of_operators, row, run, save, backward):
         operands = dict(zip(row.operands, inputs))
         numbers = dict(zip(row.numbers, with_defaults(inputs[count:])))
         layouts = _results(row, operands, numbers, row.sizes(operands))
-        results = {each: None if not layout else torch.empty_like(operands[row.like[each]]) if each in row.like
+        results = {each: None if not layout else _empty_as(row, operands[row.like[each]]) if each in row.like
                    else inputs[0].new_empty(layout[0], dtype=layout[1]) for each, layout in layouts.items()}
         return none_as_empty(inputs, [results[each] for each in row.returned])
 

@@ -71,10 +71,15 @@ def clifford():
               {False: 3.5, True: 10.0})
 
 
+def clifford_connected():
+    yield Row("connected Clifford product, 8 x 4096 x 512, tf32", cases.clifford_connected(4096, 512),
+              times.clifford_by_pytorch, {False: 1.3, True: 1.3})
+
+
 # What each function's rows are. A generator, so that a row's operands live no longer than the row.
 FUNCTIONS = {"product": product, "gated layer": gated_layer, "diffusion": diffusion,
              "gradient features": gradient_features, "softmax(x W)": softmax, "attention": attention,
-             "Clifford product": clifford}
+             "Clifford product": clifford, "connected Clifford product": clifford_connected}
 
 
 def measure(row, backward, compiled):

@@ -7,7 +7,7 @@ import sys
 from conftest import ROOT
 import pytest
 
-sys.path.insert(0, str(ROOT / "operators" / "tests"))
+sys.path[:0] = [str(ROOT / "operators" / "tests" / folder) for folder in ("", "layouts")]
 from test_library import OK, POINTER, SIZE, Attention, fused_kernels
 
 
@@ -18,8 +18,8 @@ class AttentionAlone(Attention):
         super().__init__(library, log_sums=False, **options)
 
 
-KINDS = [*{kind: None for module in ("", "_softmax", "_gradients", "_meshes", "_clifford")
-           for kind, _ in importlib.import_module(f"test_library{module}").IN_TURN}, AttentionAlone]
+MODULES = [*(f"test_library{of}" for of in ("", "_softmax", "_gradients", "_meshes", "_clifford")), "test_layouts"]
+KINDS = [*{kind: None for module in MODULES for kind, _ in importlib.import_module(module).IN_TURN}, AttentionAlone]
 for_each_function = pytest.mark.parametrize("kind", KINDS, ids=lambda kind: kind.__name__)
 
 

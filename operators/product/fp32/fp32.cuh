@@ -49,8 +49,8 @@
 
 #include "operators/caller.h"
 #include "operators/estimate.h"
-#include "operators/product/fp32_blocks.cuh"
-#include "operators/product/fp32_lanes.cuh"
+#include "operators/product/fp32/blocks.cuh"
+#include "operators/product/fp32/lanes.cuh"
 #include "operators/product/shape.h"
 #include "primitives/async_copy.cuh"
 #include "primitives/early_launch.cuh"

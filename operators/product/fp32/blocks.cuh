@@ -27,7 +27,7 @@
 #include <cstdint>
 
 #include "operators/estimate.h"
-#include "operators/product/fp32_lanes.cuh"
+#include "operators/product/fp32/lanes.cuh"
 #include "operators/product/shape.h"
 #include "primitives/async_copy.cuh"
 #include "primitives/early_launch.cuh"

@@ -1,0 +1,139 @@
+// What is added to rows of a product's result, and what comes back: a bias, and its gradient.
+#pragma once
+
+#include <cuda_runtime.h>
+
+#include <algorithm>
+#include <cstdint>
+
+#include "primitives/launch.h"
+#include "primitives/neighbours.cuh"
+
+namespace operators::product {
+
+/// `batch` matrices (rows, cols), row-major: so many elements from a row to the next, and from a
+/// matrix to the next.
+template <typename T>
+struct RowsOf {
+  T* data;
+  int64_t batch, rows, cols, stride, between;
+
+  __host__ __device__ int64_t all_rows() const { return batch * rows; }
+  /// Where matrices lie below each other nothing is divided.
+  __device__ T* row(int64_t number) const {
+    if (batch == 1 || between == rows * stride) return data + number * stride;
+    return data + number / rows * between + number % rows * stride;
+  }
+};
+
+/// Threads of a block: so many pieces of a row beside each other, and so many rows at a time.
+inline constexpr int kPiecesOfBlock = 32, kRowsOfBlock = 8;
+
+/// How rows are divided among blocks: a grid has `across` blocks for a row, and `slices` of rows.
+struct RowSlices {
+  unsigned across, slices;
+
+  RowSlices(int64_t rows, int64_t pieces) {
+    across = primitives::blocks_for(pieces, kPiecesOfBlock);
+    const int64_t fill = std::max<int64_t>(1, 8 * primitives::multiprocessors() / across);
+    slices = static_cast<unsigned>(
+        std::min({fill, primitives::ceil_div(rows, int64_t{kRowsOfBlock}), int64_t{65535}}));
+  }
+  dim3 grid() const { return dim3(across, slices); }
+  static dim3 block() { return dim3(kPiecesOfBlock, kRowsOfBlock); }
+};
+
+/// Adds a bias (cols) to each row. A thread has kWidth neighbouring columns of its slice's rows, so
+/// that it reads the bias once.
+template <typename T, int kWidth>
+__global__ void __launch_bounds__(kPiecesOfBlock* kRowsOfBlock)
+    add_bias(const RowsOf<T> of, const T* bias) {
+  using Pack = primitives::Neighbours<T, kWidth>;
+  const int64_t col = (int64_t{blockIdx.x} * kPiecesOfBlock + threadIdx.x) * kWidth;
+  if (col >= of.cols) return;
+  const Pack own = *reinterpret_cast<const Pack*>(bias + col);
+  const int64_t step = int64_t{gridDim.y} * kRowsOfBlock;
+  for (int64_t row = int64_t{blockIdx.y} * kRowsOfBlock + threadIdx.y; row < of.all_rows();
+       row += step) {
+    Pack* const at = reinterpret_cast<Pack*>(of.row(row) + col);
+    Pack sum = *at;
+#pragma unroll
+    for (int i = 0; i < kWidth; ++i) {
+      sum.values[i] =
+          static_cast<T>(static_cast<float>(sum.values[i]) + static_cast<float>(own.values[i]));
+    }
+    *at = sum;
+  }
+}
+
+/// Copies rows into rows that are longer, with zeros at their ends. A thread has a column of its
+/// slice's rows.
+template <typename T>
+__global__ void __launch_bounds__(kPiecesOfBlock* kRowsOfBlock)
+    copy_rows(const RowsOf<const T> from, const RowsOf<T> to) {
+  const int64_t col = int64_t{blockIdx.x} * kPiecesOfBlock + threadIdx.x;
+  if (col >= to.cols) return;
+  const int64_t step = int64_t{gridDim.y} * kRowsOfBlock;
+  for (int64_t row = int64_t{blockIdx.y} * kRowsOfBlock + threadIdx.y; row < to.all_rows();
+       row += step) {
+    to.row(row)[col] = col < from.cols ? from.row(row)[col] : T();
+  }
+}
+
+/// Of each slice of the rows the sums of the columns: to (slices, cols). A thread has one column of
+/// every eighth row, and one of eight threads adds up what these have found, always in the same
+/// order.
+template <typename From, typename To>
+__global__ void __launch_bounds__(kPiecesOfBlock* kRowsOfBlock)
+    sum_rows(const RowsOf<const From> of, To* to) {
+  __shared__ float found[kRowsOfBlock][kPiecesOfBlock];
+  const int64_t col = int64_t{blockIdx.x} * kPiecesOfBlock + threadIdx.x;
+  float sum = 0;
+  if (col < of.cols) {
+    const int64_t step = int64_t{gridDim.y} * kRowsOfBlock;
+#pragma unroll 8  // so many loads are under way together
+    for (int64_t row = int64_t{blockIdx.y} * kRowsOfBlock + threadIdx.y; row < of.all_rows();
+         row += step) {
+      sum += static_cast<float>(of.row(row)[col]);
+    }
+  }
+  found[threadIdx.y][threadIdx.x] = sum;
+  __syncthreads();
+  if (threadIdx.y > 0 || col >= of.cols) return;
+  for (int i = 1; i < kRowsOfBlock; ++i) sum += found[i][threadIdx.x];
+  to[int64_t{blockIdx.y} * of.cols + col] = static_cast<To>(sum);
+}
+
+template <typename T>
+void launch_add_bias(const RowsOf<T>& to, const T* bias, cudaStream_t stream) {
+  constexpr int kWidth = 16 / sizeof(T);
+  const bool aligned = to.cols % kWidth == 0 && to.stride % kWidth == 0 && to.between % kWidth == 0;
+  if (aligned) {
+    const RowSlices slices(to.all_rows(), to.cols / kWidth);
+    add_bias<T, kWidth><<<slices.grid(), slices.block(), 0, stream>>>(to, bias);
+  } else {
+    const RowSlices slices(to.all_rows(), to.cols);
+    add_bias<T, 1><<<slices.grid(), slices.block(), 0, stream>>>(to, bias);
+  }
+}
+
+template <typename T>
+void launch_copy_rows(const RowsOf<const T>& from, const RowsOf<T>& to, cudaStream_t stream) {
+  const RowSlices slices(to.all_rows(), to.cols);
+  copy_rows<T><<<slices.grid(), slices.block(), 0, stream>>>(from, to);
+}
+
+/// How many floats launch_sum_rows() needs.
+inline size_t floats_to_sum_rows(int64_t rows, int64_t cols) {
+  return RowSlices(rows, cols).slices * static_cast<size_t>(cols);
+}
+/// to (cols) = the sums of all rows, added up in fp32.
+template <typename T>
+void launch_sum_rows(const RowsOf<const T>& from, float* partial, T* to, cudaStream_t stream) {
+  const RowSlices slices(from.all_rows(), from.cols);
+  sum_rows<T, float><<<slices.grid(), slices.block(), 0, stream>>>(from, partial);
+  const RowsOf<const float> rows{partial, 1, slices.slices, from.cols, from.cols, 0};
+  sum_rows<float, T><<<dim3(slices.across), slices.block(), 0, stream>>>(rows, to);
+}
+
+}  // namespace operators::product
