@@ -371,7 +371,7 @@ std::vector<operators::Way> operators::library::fp32_product_ways(const Caller& 
                                                                   const Memory<float>& a,
                                                                   const Memory<float>& b,
                                                                   const Memory<float>& c,
-                                                                  ProductShape shape) {
+                                                                  ProductShape shape, RowStrides) {
   return Fp32Product(caller, a, b, c, shape).ways();
 }
 

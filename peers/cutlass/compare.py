@@ -7,20 +7,18 @@
     $N peers/cutlass/product.cu -o FOLDER/product.so
     $N -ICUTLASS/examples/45_dual_gemm peers/cutlass/gating.cu -o FOLDER/gating.so
     $N --use_fast_math -ICUTLASS/examples/88_hopper_fmha peers/cutlass/attention.cu -o FOLDER/attention.so
-    peers/cutlass/compare.py FOLDER [--bin build/cuda] [--json results/h200/questions/cutlass.json]
+    peers/cutlass/compare.py FOLDER [--json results/h200/questions/cutlass.json]
 
 These are the flags of CUTLASS's own build, in which the example of attention has --use_fast_math. The script needs
 PyTorch, and FUSED_KERNELS_LIBRARY names our library. Calls are timed in CUDA graphs: one with a cold L2 cache, or 100
 where a call takes less than 50 us. CUTLASS's ways take turns, and then the fastest of them, ours and PyTorch's do.
-Before, each result is compared with one in fp64. Lesson 3's program is run beside the products, with data of its own.
+Before, each result is compared with one in fp64.
 """
 import argparse
 import ctypes
 import pathlib
 import statistics
-import subprocess
 import sys
-import tempfile
 
 import torch
 
@@ -94,7 +92,7 @@ def milliseconds(steps, calls):
     return {name: statistics.median(own[3:]) for name, own in times.items()}
 
 
-def row(label, steps, out, expected, calls, lesson=None):
+def row(label, steps, out, expected, calls):
     """A row of the table: steps "ours", "PyTorch" and CUTLASS's ways write `out`, or return the result."""
     for name, step in steps.items():
         out.fill_(torch.nan)
@@ -107,23 +105,10 @@ def row(label, steps, out, expected, calls, lesson=None):
     best = min(ways, key=ways.get)
     print(label, {name: round(time, 5) for name, time in ways.items()}, flush=True)
     ms = milliseconds({name: steps[name] for name in ("ours", "PyTorch", best)}, calls)
-    return [label, ms["ours"], lesson, ms["PyTorch"], ms[best], ms[best] / ms["ours"], best]
+    return [label, ms["ours"], ms["PyTorch"], ms[best], ms[best] / ms["ours"], best]
 
 
-def lesson_3(folder, n, graph):
-    """The time of *rasterization*, or None without the program."""
-    program = folder.resolve() / "3_matmul_tensorcore"
-    if not program.exists():
-        return None
-    with tempfile.TemporaryDirectory() as scratch:
-        written = pathlib.Path(scratch) / "run.json"
-        command = [program, str(n), "--device", "cuda", "--kernel", "^rasterization$", "--graph" if graph else "--cold",
-                   "--seconds", "2", "--json", written]
-        subprocess.run(command, check=True, stdout=subprocess.DEVNULL)
-        return answers.load_run(written)["problems"][0]["kernels"][0]["ms"]["median"]
-
-
-def products(folder, programs):
+def products(folder):
     ways = Ways(folder, "product")
     for n in (1024, 4096, 8192):
         a, b = uniform(n, n), uniform(n, n)
@@ -133,8 +118,7 @@ def products(folder, programs):
             for group in (1, 8):
                 steps[f"{name}, groups of {group}"] = lambda way=way, group=group: ways.call(
                     way, n, MULTIPROCESSORS, group, *pointers(a, b, c), stream())
-        yield row(f"product, {n} x {n} x {n}, fp16", steps, c, a.double() @ b.double(), 100 if n < 2048 else 1,
-                  lesson_3(programs, n, n < 2048))
+        yield row(f"product, {n} x {n} x {n}, fp16", steps, c, a.double() @ b.double(), 100 if n < 2048 else 1)
 
 
 def gated_layers(folder):
@@ -174,15 +158,14 @@ def attentions(folder):
 def main():
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("folder", type=pathlib.Path, help="that of the three libraries")
-    parser.add_argument("--bin", type=pathlib.Path, default=ROOT / "build" / "cuda", help="instead of build/cuda")
     parser.add_argument("--json", type=pathlib.Path, help="write the record to this file")
     options = parser.parse_args()
     folder = options.folder.resolve()
     torch.manual_seed(1)
-    rows = [*products(folder, options.bin), *gated_layers(folder), *attentions(folder)]
+    rows = [*products(folder), *gated_layers(folder), *attentions(folder)]
     answers.finish(options.json, torch.cuda.get_device_name(), None,
                    f"ms, median of {SAMPLES}, PyTorch {torch.__version__}",
-                   ["", "ours", "lesson 3", "PyTorch", "CUTLASS", "CUTLASS / ours", "CUTLASS's fastest"], rows)
+                   ["", "ours", "PyTorch", "CUTLASS", "CUTLASS / ours", "CUTLASS's fastest"], rows)
 
 
 if __name__ == "__main__":

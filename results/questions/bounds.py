@@ -64,7 +64,8 @@ def main():
             rows.append([label, *(of[metric] for metric in COUNTERS.values()), of[TIME] * 1e-6])
             if lesson.startswith("3_"):
                 waits.append([label, *(of[metric] for metric in stalls.values())])
-    answers.finish(options.json, device, commit, "One launch under the profiler, with cold caches; in %, but for *waiting for loads* and *ms*",
+    answers.finish(options.json, device, commit,
+                   "One launch under the profiler, with cold caches; in %, but for *waiting for loads* and *ms*",
                    ["lesson, kernel", *COUNTERS, "ms"], rows)
     answers.finish(options.stalls, device, commit, "Cycles that a warp waits for each of its instructions",
                    ["lesson, kernel", *STALLS], waits)

@@ -55,6 +55,29 @@ def test_counts_of_problems_and_of_repeated_rows(tmp_path, monkeypatch):
     assert [update_readme.repeated(f"gpu | {which} | .2f") for which in ("median", "largest")] == ["1.10", "2.00"]
 
 
+def test_limits_of_other_gpus_are_computed():
+    """2 x 4096^3 operations at an A100's 312 TFLOP/s; a 4090 multiplies fp16 at half of that."""
+    text = update_readme.limits_table("h200/3_matmul_tensorcore square")
+    assert re.search(r"^\| A100 .* \| 0\.44 \|$", text, re.M) and re.search(r"^\| RTX 4090 .* \| 0\.83 \|$", text, re.M)
+
+
+def test_cells_of_answers():
+    record = json.loads((ROOT / "results" / "h200" / "questions" / "stages.json").read_text())
+    expected = next(row for row in record["rows"] if row[0].startswith("double buffering"))
+    assert update_readme.cell(f"h200/questions/stages | {expected[0]} | 3 stages | .4f") == f"{expected[2]:.4f}"
+    with pytest.raises(update_readme.Mistake, match='no row "nothing"'):
+        update_readme.cell("h200/questions/stages | nothing | 3 stages | .4f")
+
+
+def test_the_copy_with_other_stages_fits_the_lesson():
+    sys.path.insert(0, str(ROOT / "results" / "questions"))
+    import stages
+
+    copy = stages.copy_of((ROOT / f"{stages.LESSON}.cu").read_text())
+    assert copy.count("add_small_mma<") == len(stages.SMALL)
+    assert copy.count("  add_mma<") == len(stages.LARGE) and "wgmma<" not in copy[copy.index("int main"):]
+
+
 # ---- Scripts that are given what they cannot use ---------------------------------------------------
 
 # Every script that takes arguments, by its path.

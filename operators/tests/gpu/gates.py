@@ -28,8 +28,8 @@ def main():
             assert own <= 2 * other, f"{label}: the relative error is {own}; that of PyTorch's operators is {other}"
             problems.append({"name": label, "kernels": [{"name": name, "ms": {"median": time}, "error": error}
                              for (name, time), error in zip(took.items(), (other, None, own))]})
-    if path:
-        cases.write_record(path, problems)
+            if path:
+                cases.write_record(path, problems)
 
 
 if __name__ == "__main__":

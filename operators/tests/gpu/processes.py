@@ -3,7 +3,8 @@ compares the losses: `python3 operators/tests/gpu/processes.py [--json FILE]`, w
 library.
 
 The two processes share one GPU, and so their gradients are averaged by gloo: NCCL wants a GPU for each. Each process
-has one of two meshes; the one process has both, and takes the mean of their losses. All start from the same weights."""
+has one of two meshes; the one process has both, and takes the mean of their losses. All start from the same weights.
+The optimizer is Adam, since weights in bf16 would not change by gradients as small as these."""
 
 import argparse
 import json
@@ -34,7 +35,7 @@ def data(number):
 
 def losses_of(network, meshes):
     """Of each step, the mean over these meshes."""
-    optimizer = torch.optim.SGD(network.parameters(), lr=1e-2)
+    optimizer = torch.optim.Adam(network.parameters(), lr=1e-3)
     losses = []
     for _ in range(STEPS):
         optimizer.zero_grad()
@@ -93,13 +94,13 @@ def main():
     again = losses_of(network(), [data(number) for number in range(MESHES)]).cpu()
     two = in_two()
     apart, usual = (((other - one).abs() / one).max().item() for other in (two, again))
-    print(f"loss {one[0]:.4f} to {one[-1]:.4f}; one process and two are apart by {apart:.1e}, two runs of one process by "
-          f"{usual:.1e}")
+    print(f"loss {one[0]:.4f} to {one[-1]:.4f}; one process and two are apart by {apart:.1e}, two runs of one process "
+          f"by {usual:.1e}")
     if options.json:
         record = {"device": {"name": torch.cuda.get_device_name()}, "pytorch": torch.__version__, "steps": STEPS,
                   "first": one[0].item(), "last": one[-1].item(), "apart": apart, "two runs": usual}
         pathlib.Path(options.json).write_text(json.dumps(record, indent=2) + "\n")
-    if not (apart < 2e-2 and one[-1] < one[0]):  # bf16 rounds by 4e-3
+    if not (apart < 2e-2 and one[-1] < 0.9 * one[0]):  # bf16 rounds by 4e-3
         sys.exit("The losses are further apart than roundings explain, or nothing was learnt.")
 
 
