@@ -587,7 +587,7 @@ def attention_backward():
     picture.line("M241 282V338", BLUE)
     picture.lines(20, 416, ("K, V and the sums of dK and dV stay on the chip. Of P and dS",
                             "there is one tile at a time. To each tile of dQ, in memory,",
-                            "all blocks of a head add a part."), 15)
+                            "all blocks of a head add a part."))
 
     picture.text(600, 26, "deterministic: parts are added in the order of keys", size=16, bold=True)
     picture.text(600, 56, "block of", ink=SOFT)
@@ -607,7 +607,7 @@ def attention_backward():
                              "blocks of all keys before have. All take the tiles in the same",
                              "order. So a block that starts one step later finds its turn come",
                              "at every step. In the other kernels each block adds at once:",
-                             "then the order, and the last bits, differ from run to run."), 15)
+                             "then the order, and the last bits, differ from run to run."))
     return picture
 
 
