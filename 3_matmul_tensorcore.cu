@@ -573,8 +573,8 @@ __global__ void __launch_bounds__(32 * kWarpsM * kWarpsN, 1)
   const int row0 = tile_m * BM, col0 = tile_n * BN;
   const int steps = (n + BK - 1) / BK;
   using Copies = TileCopies<Tiles, kWidth>;
-  // As a member of `copies` this array would keep all of `copies` in memory, not in registers, as
-  // the code shows that nvcc makes.
+  // As a member of `copies` this array would keep all of `copies` in memory, not in registers.
+  // (Seen in the code that nvcc made.)
   typename Copies::Offsets offsets;
   Copies copies(A, B, row0, col0, n, offsets);
   const auto copy_step = [&](int step) {
@@ -650,8 +650,8 @@ __global__ void __launch_bounds__(32 * kWarpsM * kWarpsN, 1)
   const int row0 = tile_m * BM, col0 = tile_n * BN;
 
   using Copies = TileCopies<Tiles, kWidth>;
-  // As a member of `copies` this array would keep all of `copies` in memory, not in registers, as
-  // the code shows that nvcc makes.
+  // As a member of `copies` this array would keep all of `copies` in memory, not in registers.
+  // (Seen in the code that nvcc made.)
   typename Copies::Offsets offsets;
   Copies copies(A, B, row0, col0, n, offsets);
 

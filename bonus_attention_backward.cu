@@ -850,7 +850,8 @@ struct Table : AttentionBackwardProblem<T> {
   }
 
   // For *deterministic*: as many heads side by side as make a block for each multiprocessor, and
-  // as let two steps pass from the start of one of a head's blocks to that of the next one.
+  // as let two steps pass from the start of one of a head's blocks to that of the next one. Then
+  // as many more as make groups of equal size: in a small last one blocks would wait.
   template <int kQueries>
   int abreast() const {
     const AttentionShape& of = this->shape;
@@ -861,7 +862,8 @@ struct Table : AttentionBackwardProblem<T> {
     const int64_t steps = of.group() * ceil_div(of.queries, kQueries);
     const int64_t most = std::max<int64_t>(1, of.causal ? steps / 2 : steps);
     const int64_t apart = std::min(2 * ceil_div(of.keys, int64_t{128}), most);
-    return static_cast<int>(std::min(heads, ceil_div(int64_t{2} * multiprocessors(), apart)));
+    const int64_t least = std::min(heads, ceil_div(int64_t{2} * multiprocessors(), apart));
+    return static_cast<int>(ceil_div(heads, heads / least));
   }
 
   template <int kQueries = 64>

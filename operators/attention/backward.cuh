@@ -209,8 +209,10 @@ class AttentionBackward {
     const double flops = 2.5 * shape_.flops();
     const std::string order = kInOrder ? ", in order" : "";
     if (is_hopper() && kWidth > 128) {
-      using Tile = BackwardWideTile<T>;
-      return {"wgmma, parts of d_q added up by the copy engine" + order, flops / 400e6,
+      using Tile = BackwardWideTile<T, 2, kInOrder>;  // in order by the copy engine
+      return {kInOrder ? "wgmma, parts of d_q added up by the copy engine, in order"
+                       : "wgmma, parts of d_q added up by atomics",
+              flops / 450e6,
               [self = launches_] { self.template launch_wide<Tile, kInOrder>(); },
               static_cast<int>(sizeof(BackwardWideShared<Tile>))};
     }

@@ -17,8 +17,7 @@ using namespace problems;
 // compute capability 9.0 there are fewer.)
 void add_operator(GatingProblem& table) {
   const GatingMemory<half> memory{table.x, table.W1, table.b1, table.W2, table.b2, table.out};
-  const GatedLayer<half> layer({workspace_of(table.problem)}, memory, table.shape);
-  const auto ways = layer.ways();
+  const auto ways = gated_layer<half>({workspace_of(table.problem)}, memory, table.shape);
   if (ways.empty()) return;
   table.problem.kernel("operator", Role::ours, ways, 24).needs(80);
   table.problem.compare("operator", "cuBLASLt + one kernel",

@@ -10,7 +10,7 @@
 
 #include "common/lesson.h"
 #include "common/numerics.h"
-#include "operators/product/fp32.cuh"
+#include "operators/product/fp32/fp32.cuh"
 #include "operators/product/half_product.cuh"
 #include "operators/product/tf32_product.cuh"
 #include "problems/product/library_product.h"

@@ -139,51 +139,64 @@ __device__ __forceinline__ void load_mix_right(unsigned (&b)[4], const float* ti
 }
 
 /// Adds up a warp's sums, from (row, col) of the tile on, over all steps of `ahead` (CopiesAhead).
-/// Fragments are loaded while those before them are multiplied: of the left factor those of the next
-/// 16 rows, and of a right factor that ldmatrix loads those of the next 8 of k. (Another one is
-/// loaded when it is needed, since registers for it twice are not left.) The next step's tiles are
-/// waited for as soon as all fragments of this step's have been loaded.
+/// Where ldmatrix loads both factors, fragments are loaded while those before them are multiplied:
+/// of the left factor those of the next 16 rows, of the right one those of the next 8 of k. The
+/// next step's tiles are waited for as soon as all fragments of this step's have been loaded.
 template <class Tile, Beside kA, Beside kB, class Ahead>
 __device__ __forceinline__ void mix_steps(float (&sum)[Tile::kOfWarp / 16][Tile::kOfWarp / 8][4],
                                           Ahead& ahead, const float* stages, int steps, int row,
                                           int col) {
   constexpr int kRows = Tile::kOfWarp / 16;  // and as many times 16 columns
-  constexpr bool kEarly = kB == Beside::k;
   const auto stage_of = [&](int step) { return stages + step % Tile::kStages * 2 * Tile::kFactor; };
-  unsigned a[2][4], b[kEarly ? 2 : 1][kRows][4];
-  const float* stage = stage_of(ahead.next());
-  const auto load_right = [&](unsigned(&to)[kRows][4], int j, int k) {
-    load_mix_right<Tile, kB>(to[j], stage + Tile::kFactor, col + 16 * j, k);
+  const auto multiply = [&](int i, const unsigned(&left)[4], const unsigned(&right)[kRows][4]) {
+#pragma unroll
+    for (int j = 0; j < 2 * kRows; ++j) {
+      mma_m16n8k8_tf32(sum[i][j], left, right[j / 2][j % 2 * 2], right[j / 2][j % 2 * 2 + 1]);
+    }
   };
-  load_mix_left<Tile, kA>(a[0], stage, row, 0);
+  if constexpr (kA == Beside::results || kB == Beside::results) {
+    for (int step = 0; step < steps; ++step) {
+      const float* const stage = stage_of(ahead.next());
 #pragma unroll
-  for (int j = 0; j < kRows; ++j) load_right(b[0], j, 0);
-  for (int step = 0; step < steps; ++step) {
+      for (int k = 0; k < Tile::kDepth; k += 8) {
+        unsigned a[kRows][4], b[kRows][4];
 #pragma unroll
-    for (int k = 0; k < Tile::kDepth; k += 8) {
-      const bool turns = k + 8 == Tile::kDepth;  // the next 8 of k are the next step's
-      const int now = kEarly ? k / 8 % 2 : 0, next_k = turns ? 0 : k + 8;
-#pragma unroll
-      for (int i = 0; i < kRows; ++i) {
-        if (i + 1 < kRows) {
-          load_mix_left<Tile, kA>(a[(i + 1) % 2], stage, row + 16 * (i + 1), k);
-        } else {
-          if (turns) stage = stage_of(ahead.next());  // after the last step it is never used
-          load_mix_left<Tile, kA>(a[(i + 1) % 2], stage, row, next_k);
+        for (int i = 0; i < kRows; ++i) {
+          load_mix_left<Tile, kA>(a[i], stage, row + 16 * i, k);
+          load_mix_right<Tile, kB>(b[i], stage + Tile::kFactor, col + 16 * i, k);
         }
 #pragma unroll
-        for (int j = 0; j < kRows; ++j) {
-          if (kEarly && (turns ? i + 1 == kRows : j == i)) load_right(b[1 - now], j, next_k);
-        }
-#pragma unroll
-        for (int j = 0; j < 2 * kRows; ++j) {
-          mma_m16n8k8_tf32(sum[i][j], a[i % 2], b[now][j / 2][j % 2 * 2],
-                           b[now][j / 2][j % 2 * 2 + 1]);
-        }
+        for (int i = 0; i < kRows; ++i) multiply(i, a[i], b);
       }
-      if constexpr (!kEarly) {
+    }
+  } else {
+    unsigned a[2][4], b[2][kRows][4];
+    const float* stage = stage_of(ahead.next());
+    load_mix_left<Tile, kA>(a[0], stage, row, 0);
 #pragma unroll
-        for (int j = 0; j < kRows; ++j) load_right(b[0], j, next_k);
+    for (int j = 0; j < kRows; ++j) {
+      load_mix_right<Tile, kB>(b[0][j], stage + Tile::kFactor, col + 16 * j, 0);
+    }
+    for (int step = 0; step < steps; ++step) {
+#pragma unroll
+      for (int k = 0; k < Tile::kDepth; k += 8) {
+        const bool turns = k + 8 == Tile::kDepth;  // the next 8 of k are the next step's
+        const int now = k / 8 % 2, next_k = turns ? 0 : k + 8;
+#pragma unroll
+        for (int i = 0; i < kRows; ++i) {
+          if (i + 1 < kRows) {
+            load_mix_left<Tile, kA>(a[(i + 1) % 2], stage, row + 16 * (i + 1), k);
+          } else {
+            if (turns) stage = stage_of(ahead.next());  // after the last step it is never used
+            load_mix_left<Tile, kA>(a[(i + 1) % 2], stage, row, next_k);
+          }
+#pragma unroll
+          for (int j = 0; j < kRows; ++j) {
+            if (turns ? i + 1 < kRows : j != i) continue;
+            load_mix_right<Tile, kB>(b[1 - now][j], stage + Tile::kFactor, col + 16 * j, next_k);
+          }
+          multiply(i, a[i % 2], b[now]);
+        }
       }
     }
   }

@@ -223,30 +223,20 @@ class GatedProduct {
 /// GPU from compute capability 8.0 on. No way where there are too many tiles to count. out must
 /// not overlap its inputs.
 template <typename T>
-class GatedLayer {
- public:
-  GatedLayer(const Caller& caller, const GatingMemory<T>& memory, const GatingShape& shape) {
-    if (!is_hopper()) {
-      ways_ = PortableGatedLayer<T>(caller, memory, shape).ways();
-      return;
-    }
-    if (memory.x_stride != 0 || memory.out_stride != 0) {
-      ways_ = GatedProduct<T>(caller, memory, shape).ways();
-      return;
-    }
-    const ResidentLayer<T> resident(caller, memory, shape);
-    ways_ = resident.ways();
-    // One block holds all weights, and there are tiles for all blocks: nothing could move less.
-    const bool busy = shape.rows >= int64_t{64} * multiprocessors();
-    if (resident.whole() && busy) return;
-    const std::vector<Way> product = GatedProduct<T>(caller, memory, shape).ways();
-    ways_.insert(ways_.end(), product.begin(), product.end());
+std::vector<Way> gated_layer(const Caller& caller, const GatingMemory<T>& memory,
+                             const GatingShape& shape) {
+  if (!is_hopper()) return PortableGatedLayer<T>(caller, memory, shape).ways();
+  if (memory.x_stride != 0 || memory.out_stride != 0) {
+    return GatedProduct<T>(caller, memory, shape).ways();
   }
-
-  const std::vector<Way>& ways() const { return ways_; }
-
- private:
-  std::vector<Way> ways_;
-};
+  const ResidentLayer<T> resident(caller, memory, shape);
+  std::vector<Way> ways = resident.ways();
+  // One block holds all weights, and there are tiles for all blocks: nothing could move less.
+  const bool busy = shape.rows >= int64_t{64} * multiprocessors();
+  if (resident.whole() && busy) return ways;
+  const std::vector<Way> product = GatedProduct<T>(caller, memory, shape).ways();
+  ways.insert(ways.end(), product.begin(), product.end());
+  return ways;
+}
 
 }  // namespace operators::gating

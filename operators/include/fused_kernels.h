@@ -8,9 +8,10 @@
  * what is to be computed. The size says which fields the caller knows, so that a later version of
  * this header can have more. In a struct that is shorter than the library's the fields behind its
  * end count as 0, and 0 is the default of each field that may be missing: fk_product has to have
- * the fields up to depth, fk_gating those up to hidden, each other struct all that are declared
- * here. Of a struct that is longer than the library's, all that the library does not know has to be
- * 0. A size is a multiple of 8, at most 4096. Other sizes are refused with FK_BAD_ARGUMENT.
+ * the fields up to depth, fk_gating those up to hidden, fk_gradients those up to width, each other
+ * struct all that are declared here. Of a struct that is longer than the library's, all that the
+ * library does not know has to be 0. A size is a multiple of 8, at most 4096. Other sizes are
+ * refused with FK_BAD_ARGUMENT.
  *
  * The caller brings the workspace: device memory that starts at a multiple of 256 bytes and has at
  * least as many bytes as ..._workspace() says for this description on the current device. What it
@@ -287,10 +288,10 @@ FK_API int fk_attention_backward(const fk_attention_gradients* attention, const 
                                  void* workspace, size_t workspace_bytes,
                                  struct CUstream_st* stream);
 
-/* Spatial diffusion on a mesh, or on a batch of meshes of one shape. */
+/* Spatial diffusion on a mesh, or on several. */
 typedef struct fk_diffusion {
   size_t size; /* sizeof(fk_diffusion) */
-  int type;    /* FK_BFLOAT16 */
+  int type;    /* any of fk_type */
   int64_t meshes, vertices, eigen, width;
 } fk_diffusion;
 
@@ -300,13 +301,19 @@ FK_API int fk_diffusion_workspace(const fk_diffusion* diffusion, size_t* bytes);
 
 /* spectral = exp(-evalues times) * (basis^T (mass x)) and out = basis spectral for each mesh, as
  * lesson 7 has it. Shapes: x and out (meshes, vertices, width), basis (meshes, vertices, eigen),
- * mass (meshes, vertices), evalues (meshes, eigen), times (width), spectral (meshes, eigen, width);
- * all dense. Each size is at least 1; eigen and width are multiples of 8, at most 256 and 512;
- * meshes * vertices is at most 2^30, meshes at most 65535. Type: bf16, added up in fp32, in an
- * order that is on compute capability 9.0 another one in each call. Alignment: each pointer to 16
- * bytes. Written: spectral and out, which must not overlap an operand. Device: compute capability
- * 8.0 and newer. On 9.0 the blocks of its kernel start together, and so a call in another stream
- * waits until there is room for all. */
+ * mass (meshes, vertices), evalues (meshes, eigen), times (width), spectral (meshes, eigen,
+ * width); all dense. Each size is at least 1; eigen and width are at most 32768, meshes at most
+ * 65535; meshes * vertices and meshes * eigen are at most 2^30. Type: that of the description
+ * for all; added up in fp32. With FK_FLOAT32, FK_TF32 and FK_TF32X3 products are multiplied as
+ * fk_product_forward() says, which also says what they are off by; a sum over the vertices has
+ * these as its depth. In FK_FLOAT16 and FK_BFLOAT16 mass * basis or mass * x is rounded before
+ * it is multiplied, and so is spectral: in fp16 none may be beyond its range, and masses below
+ * 2^-14 have fewer bits. FK_BFLOAT16 with eigen and width that are multiples of 8, at most 256
+ * and 512, has kernels of its own, which on compute capability 9.0 add up in another order in
+ * each call; all other results are the same in each. Alignment: each pointer to 16 bytes.
+ * Written: spectral and out, which must not overlap an operand. Device: compute capability 8.0
+ * and newer; for FK_FLOAT32 any that the library is built for. On 9.0 the blocks of the kernel
+ * of its own start together, and so a call in another stream waits until there is room for all. */
 FK_API int fk_diffusion_forward(const fk_diffusion* diffusion, const void* x, const void* basis,
                                 const void* mass, const void* evalues, const void* times,
                                 void* spectral, void* out, void* workspace, size_t workspace_bytes,
@@ -320,12 +327,45 @@ FK_API int fk_diffusion_backward_workspace(const fk_diffusion* diffusion, size_t
  * d_out: d_times = -(evalues s spectral), added up over eigen and meshes, and d_x = mass * (basis
  * (exp(-evalues times) * s)). Shapes: d_out and d_x those of out and x, d_spectral that of
  * spectral, which is what forward has written, d_times that of times. Sizes, type, alignment and
- * device: as forward. Written: d_x and d_times, which must not overlap an operand. */
+ * device: as forward; in the 16-bit types exp(-evalues times) * s is rounded. Written: d_x and
+ * d_times, which must not overlap an operand. */
 FK_API int fk_diffusion_backward(const fk_diffusion* diffusion, const void* d_out,
                                  const void* d_spectral, const void* basis, const void* mass,
                                  const void* evalues, const void* times, const void* spectral,
                                  void* d_x, void* d_times, void* workspace, size_t workspace_bytes,
                                  struct CUstream_st* stream);
+
+/* How many bytes of workspace fk_diffusion_ragged_forward() needs on the current device.
+ * Written: bytes. Errors: as fk_diffusion_ragged_forward(), without those of operands. */
+FK_API int fk_diffusion_ragged_workspace(const fk_diffusion* diffusion, size_t* bytes);
+
+/* fk_diffusion_forward() of meshes that have different numbers of vertices, in one launch. The
+ * description's `vertices` are those of all meshes together, which lie one after another in x
+ * and out (vertices, width), basis (vertices, eigen) and mass (vertices). offsets (meshes + 1),
+ * int32_t on the device: mesh m has the vertices from offsets[m] to offsets[m + 1] - 1. They
+ * begin with 0, do not decrease, and end with `vertices`; a mesh may have none, and then its
+ * spectral is 0. That is not looked at: with other offsets results are undefined, but nothing
+ * outside of the operands is read or written. Each size is at least 1; vertices is at most 2^30;
+ * other sizes and shapes, type, alignment and device: as there. Results are the same in each
+ * call. Written: spectral and out, which must not overlap an operand. */
+FK_API int fk_diffusion_ragged_forward(const fk_diffusion* diffusion, const void* x,
+                                       const void* basis, const void* mass, const void* evalues,
+                                       const void* times, const void* offsets, void* spectral,
+                                       void* out, void* workspace, size_t workspace_bytes,
+                                       struct CUstream_st* stream);
+
+/* How many bytes of workspace fk_diffusion_ragged_backward() needs on the current device.
+ * Written: bytes. Errors: as fk_diffusion_ragged_backward(), without those of operands. */
+FK_API int fk_diffusion_ragged_backward_workspace(const fk_diffusion* diffusion, size_t* bytes);
+
+/* The gradients of fk_diffusion_ragged_forward(): as fk_diffusion_backward(), with operands and
+ * offsets that lie as there. Written: d_x and d_times, which must not overlap an operand. */
+FK_API int fk_diffusion_ragged_backward(const fk_diffusion* diffusion, const void* d_out,
+                                        const void* d_spectral, const void* basis, const void* mass,
+                                        const void* evalues, const void* times,
+                                        const void* spectral, const void* offsets, void* d_x,
+                                        void* d_times, void* workspace, size_t workspace_bytes,
+                                        struct CUstream_st* stream);
 
 /* The type of labels. */
 enum fk_label_type { FK_LABEL_INT64 = 0, FK_LABEL_INT32 = 1 };
@@ -353,24 +393,30 @@ FK_API int fk_softmax_workspace(const fk_softmax* softmax, size_t* bytes);
 FK_API int fk_softmax_forward(const fk_softmax* softmax, const void* x, const void* w, void* probs,
                               void* workspace, size_t workspace_bytes, struct CUstream_st* stream);
 
-/* Gradient features on a mesh. */
+/* Gradient features on a mesh, or on several. */
 typedef struct fk_gradients {
   size_t size; /* sizeof(fk_gradients) */
-  int type;    /* FK_BFLOAT16 */
+  int type;    /* any of fk_type */
   int64_t vertices, eigen, width;
+  int64_t meshes; /* 0: one */
 } fk_gradients;
 
 /* How many bytes of workspace fk_gradients_forward() needs on the current device.
  * Written: bytes. Errors: as fk_gradients_forward(), without those of operands. */
 FK_API int fk_gradients_workspace(const fk_gradients* gradients, size_t* bytes);
 
-/* out = tanh(xr ar + xi ai), element by element, with xr = gr x, xi = gi x, ar = xr lr^T - xi li^T
- * and ai = xi lr^T + xr li^T, as lesson 8 has it. Shapes: x (eigen, width), gr and gi (vertices,
- * eigen), lr and li (width, width), out (vertices, width); all row-major and dense. Each size is at
- * least 1; eigen and width are multiples of 8, at most 256 and 32768; vertices is at most 2^30.
- * Type: bf16, added up in fp32; x lr^T and x li^T are rounded to bf16 in between. Alignment: each
- * pointer to 16 bytes. Written: out, which must not overlap an operand. Device: compute capability
- * 8.0 and newer. */
+/* out = tanh(xr ar + xi ai), element by element, with xr = gr x, xi = gi x, ar = xr lr^T - xi
+ * li^T and ai = xi lr^T + xr li^T for each mesh, as lesson 8 has it. Shapes: x (meshes, eigen,
+ * width), gr and gi (meshes, vertices, eigen), lr and li (width, width), out (meshes, vertices,
+ * width); all row-major and dense. Each size is at least 1; eigen and width are at most 32768,
+ * meshes at most 65535; meshes * vertices and meshes * eigen are at most 2^30. Type: that of the
+ * description for all; added up in fp32. With FK_FLOAT32, FK_TF32 and FK_TF32X3 products are
+ * multiplied as fk_product_forward() says; they are x lr^T and x li^T, and gr and gi times x and
+ * these two. In FK_FLOAT16 and FK_BFLOAT16 x lr^T and x li^T are rounded in between, so that in
+ * fp16 none may be beyond its range. FK_BFLOAT16 of one mesh with eigen and width that are
+ * multiples of 8, eigen at most 256, has kernels of its own, whose tanh is off by up to 2^-11 of
+ * itself. Alignment: each pointer to 16 bytes. Written: out, which must not overlap an operand.
+ * Device: compute capability 8.0 and newer; for FK_FLOAT32 any that the library is built for. */
 FK_API int fk_gradients_forward(const fk_gradients* gradients, const void* x, const void* gr,
                                 const void* gi, const void* lr, const void* li, void* out,
                                 void* workspace, size_t workspace_bytes,
@@ -380,16 +426,57 @@ FK_API int fk_gradients_forward(const fk_gradients* gradients, const void* x, co
  * Written: bytes. Errors: as fk_gradients_backward(), without those of operands. */
 FK_API int fk_gradients_backward_workspace(const fk_gradients* gradients, size_t* bytes);
 
-/* The gradients of fk_gradients_forward(), as lesson 8 has them. With g = d_out * (1 - out^2), P =
- * g * xr, Q = g * xi, R = g * ar and S = g * ai: d_lr = P^T xr + Q^T xi, d_li = Q^T xr - P^T xi and
- * d_x = gr^T (R + P lr + Q li) + gi^T (S - P li + Q lr). Shapes: d_out that of out, d_x, d_lr and
- * d_li those of x, lr and li. Sizes, type, alignment and device: as forward; P, Q, R, S and the
- * sums over vertices of P and Q are rounded to bf16 in between. Written: d_x, d_lr and d_li, which
- * must not overlap an operand. */
+/* The gradients of fk_gradients_forward(), as lesson 8 has them. With g = d_out * (1 - out^2), P
+ * = g * xr, Q = g * xi, R = g * ar and S = g * ai: d_lr = P^T xr + Q^T xi, d_li = Q^T xr - P^T
+ * xi and d_x = gr^T (R + P lr + Q li) + gi^T (S - P li + Q lr). Shapes: d_out that of out, d_x,
+ * d_lr and d_li those of x, lr and li; d_lr and d_li are added up over the meshes. Sizes, type,
+ * alignment and device: as forward; in the 16-bit types P, Q, R, S and the sums over vertices of
+ * P and Q are rounded in between. The result is the same in each call. Written: d_x, d_lr and
+ * d_li, which must not overlap an operand. */
 FK_API int fk_gradients_backward(const fk_gradients* gradients, const void* d_out, const void* x,
                                  const void* gr, const void* gi, const void* lr, const void* li,
                                  void* d_x, void* d_lr, void* d_li, void* workspace,
                                  size_t workspace_bytes, struct CUstream_st* stream);
+
+/* How many bytes of workspace fk_gradients_ragged_forward() needs on the current device.
+ * Written: bytes. Errors: as fk_gradients_ragged_forward(), without those of operands. */
+FK_API int fk_gradients_ragged_workspace(const fk_gradients* gradients, size_t* bytes);
+
+/* fk_gradients_forward() of meshes that have different numbers of vertices, in one launch: gr
+ * and gi are (vertices, eigen) and out (vertices, width), with the vertices of all meshes, and
+ * offsets (meshes + 1), int32_t on the device, are as fk_diffusion_ragged_forward() has them.
+ * Sizes, type, alignment and device: as fk_gradients_forward(), with vertices at most 2^30.
+ * Written: out, which must not overlap an operand. */
+FK_API int fk_gradients_ragged_forward(const fk_gradients* gradients, const void* x, const void* gr,
+                                       const void* gi, const void* lr, const void* li,
+                                       const void* offsets, void* out, void* workspace,
+                                       size_t workspace_bytes, struct CUstream_st* stream);
+
+/* How many bytes of workspace fk_gradients_ragged_backward() needs on the current device.
+ * Written: bytes. Errors: as fk_gradients_ragged_backward(), without those of operands. */
+FK_API int fk_gradients_ragged_backward_workspace(const fk_gradients* gradients, size_t* bytes);
+
+/* The gradients of fk_gradients_ragged_forward(): as fk_gradients_backward(), with operands and
+ * offsets that lie as there. Written: d_x, d_lr and d_li, which must not overlap an operand. */
+FK_API int fk_gradients_ragged_backward(const fk_gradients* gradients, const void* d_out,
+                                        const void* x, const void* gr, const void* gi,
+                                        const void* lr, const void* li, const void* offsets,
+                                        void* d_x, void* d_lr, void* d_li, void* workspace,
+                                        size_t workspace_bytes, struct CUstream_st* stream);
+
+/* Where the blades of a multivector are. */
+enum fk_layout {
+  FK_BLADES_FIRST = 0, /* tensors are (blades, batch, features) */
+  FK_BLADES_LAST = 1   /* tensors are (batch, features, blades) */
+};
+
+/* In which order they are. A word is a set of basis vectors that ascend. */
+enum fk_order {
+  FK_ORDER_GRADE = 0,     /* by grade, those of a grade by their vectors as bits of a number */
+  FK_ORDER_BITS = 1,      /* by the vectors as bits of a number, e1 the lowest */
+  FK_ORDER_SHORTLEX = 2,  /* by grade, those of a grade as words in a dictionary */
+  FK_ORDER_NULL_FIRST = 3 /* FK_ORDER_SHORTLEX, where vectors that square to 0 come before e1 */
+};
 
 /* A gated, weighted product of multivectors, and its norm. */
 typedef struct fk_clifford {
@@ -401,6 +488,9 @@ typedef struct fk_clifford {
   int gate;        /* 0: GELU's, 1: none */
   int unweighted;  /* 0; or 1: every weight is 1, and w and d_w are NULL */
   int weight_type; /* of w and d_w: 0, which is `type`; or FK_FLOAT32 */
+  int unused;      /* is not read */
+  int layout;      /* fk_layout */
+  int order;       /* fk_order */
 } fk_clifford;
 
 /* How many bytes of workspace fk_clifford_forward() needs on the current device.
@@ -417,8 +507,11 @@ FK_API int fk_clifford_workspace(const fk_clifford* clifford, size_t* bytes);
  * Algebras: all (p, q, r) with 1 <= p + q + r = n <= 5. They have 2^n blades, and for n = 1 to 5
  * and r = 0 there are 4, 10, 20, 35 and 56 triples (a, c, b) of grades whose products are not all
  * 0; with r > 0 some have none, and (3, 0, 1) has 34. Shapes: x, y and out (blades, batch,
- * features), w (features, triples); all row-major and dense. Blades are ordered by grade, those of
- * a grade by their basis vectors as bits of a number, e1 the lowest; triples by a, then c, then b.
+ * features) or, as `layout` says, (batch, features, blades); w (features, triples); all row-major
+ * and dense. Blades are in the `order`, triples ordered by a, then c, then b. In
+ * FK_ORDER_NULL_FIRST a word has its null vectors first, so that (3, 0, 1), whose e4 is called e0
+ * there, has e01 = e0 e1 = -e14; r > 0 has such signs alone. What another layout or order costs:
+ * without weights and norm nothing; else x, y and out are copied, through the workspace.
  * Each size is at least 1; features is at most 8192, of 16 blades 4096, of 32 blades 2048; batch *
  * features is at most 2^30. Types: that of the description for x, y and out; for w the same, or
  * fp32 if `weight_type` says so; all is computed in fp32, and a result is rounded once. What is
@@ -572,7 +665,11 @@ enum fk_function {
   FK_CROSS_ENTROPY_BACKWARD = 17,
   FK_ATTENTION_BACKWARD = 18,
   FK_PRODUCT_BIAS_FORWARD = 19,
-  FK_PRODUCT_BACKWARD = 20
+  FK_PRODUCT_BACKWARD = 20,
+  FK_DIFFUSION_RAGGED_FORWARD = 21,
+  FK_DIFFUSION_RAGGED_BACKWARD = 22,
+  FK_GRADIENTS_RAGGED_FORWARD = 23,
+  FK_GRADIENTS_RAGGED_BACKWARD = 24
 };
 
 /* A plan that the caller owns, for programs that want to say when something is planned, and how

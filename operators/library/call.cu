@@ -271,8 +271,12 @@ constexpr const Function* kFunctions[] = {&product_forward,
                                           &cross_entropy_backward,
                                           &attention_backward,
                                           &product_bias_forward,
-                                          &product_backward};
-static_assert(std::size(kFunctions) == FK_PRODUCT_BACKWARD);
+                                          &product_backward,
+                                          &diffusion_ragged_forward,
+                                          &diffusion_ragged_backward,
+                                          &gradients_ragged_forward,
+                                          &gradients_ragged_backward};
+static_assert(std::size(kFunctions) == FK_GRADIENTS_RAGGED_BACKWARD);
 
 const Function& with_number(int number) {
   if (number >= 1 && number <= static_cast<int>(std::size(kFunctions))) {

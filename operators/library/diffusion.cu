@@ -3,6 +3,7 @@
 #include "operators/diffusion/fused.cuh"
 #include "operators/diffusion/portable.cuh"
 #include "operators/library/call.h"
+#include "operators/library/meshes.h"
 
 namespace {
 
@@ -10,25 +11,14 @@ using namespace operators::library;
 using namespace operators::diffusion;
 using bf16 = __nv_bfloat16;
 
-constexpr int64_t kMost = 1 << 30, kMostMeshes = 65535;
-
 DiffusionShape shape_of(const fk_diffusion& of) {
   return {of.vertices, of.eigen, of.width, of.meshes};
 }
 
 /// Refuses a description that no GPU, or not this one, can compute.
-void check(const fk_diffusion& of) {
-  check_type("diffusion", of.type, {FK_BFLOAT16});
-  check_sizes({{"meshes", of.meshes, kMostMeshes},
-               {"vertices", of.vertices, kMost},
-               {"eigen", of.eigen, kMostEigen},
-               {"width", of.width, kMostWidth}});
-  check_multiple("eigen", of.eigen, 8);
-  check_multiple("width", of.width, 8);
-  if (of.meshes * of.vertices > kMost) {
-    throw Refusal{FK_BAD_SHAPE, "meshes * vertices is more than 2^30"};
-  }
-  check_capability("the diffusion", 80);
+MeshSizes checked(const fk_diffusion& of, bool ragged) {
+  return checked_meshes("diffusion", "the diffusion",
+                        {of.type, of.meshes, of.vertices, of.eigen, of.width, ragged});
 }
 
 /// A call's arguments: x, basis, mass, evalues, times, spectral, out; backward d_out, d_spectral,
@@ -53,49 +43,60 @@ DiffusionOperands operands_of(const fk_diffusion& of, const Operands& at) {
 
 /// A pass of a description that has been checked.
 template <Pass kPass>
-Operator pass_of(const fk_diffusion& of) {
+Operator pass_of(const fk_diffusion& of, const MeshSizes& sizes) {
   return [=](const operators::Caller& caller, const Operands& at) {
     const auto operands = [=] { return operands_of<kPass>(of, at); };
-    if (primitives::is_hopper()) {
-      auto ways = FusedDiffusion<kPass>(caller, operands, shape_of(of)).ways();
-      if (!ways.empty()) return ways;
+    std::vector<common::Way> ways;
+    const bool is_for_tiles =
+        sizes.is_bfloat16_of_eights() && of.eigen <= kMostEigen && of.width <= kMostWidth;
+    if (is_for_tiles && primitives::is_hopper()) {
+      ways = FusedDiffusion<kPass>(caller, operands, shape_of(of)).ways();
     }
-    return PortableDiffusion<kPass>(caller, operands, shape_of(of)).ways();
+    if (is_for_tiles && ways.empty()) {
+      ways = PortableDiffusion<kPass>(caller, operands, shape_of(of)).ways();
+    }
+    return ways.empty() ? any_diffusion(kPass, caller, at, sizes) : ways;
   };
 }
 
-Argument argument(const char* name, int64_t count, bool written = false) {
-  return {name, static_cast<size_t>(count) * sizeof(bf16), written};
-}
-
+template <bool kRagged>
 Task forward_task(const fk_diffusion& of) {
-  check(of);
-  const auto shape = shape_of(of);
-  return {pass_of<Pass::forward>(of),
-          {argument("x", shape.vertex_values()), argument("basis", shape.vertices() * shape.E),
-           argument("mass", shape.vertices()), argument("evalues", shape.meshes * shape.E),
-           argument("times", shape.W), argument("spectral", shape.spectrum_values(), true),
-           argument("out", shape.vertex_values(), true)}};
+  const MeshSizes sizes = checked(of, kRagged);
+  return sizes.task(
+      pass_of<Pass::forward>(of, sizes),
+      {sizes.argument("x", sizes.vertex_values()),
+       sizes.argument("basis", sizes.vertices * sizes.eigen),
+       sizes.argument("mass", sizes.vertices),
+       sizes.argument("evalues", sizes.meshes * sizes.eigen), sizes.argument("times", sizes.width),
+       sizes.argument("spectral", sizes.spectrum_values(), true),
+       sizes.argument("out", sizes.vertex_values(), true)});
 }
 
+template <bool kRagged>
 Task backward_task(const fk_diffusion& of) {
-  check(of);
-  const auto shape = shape_of(of);
-  return {
-      pass_of<Pass::backward>(of),
-      {argument("d_out", shape.vertex_values()), argument("d_spectral", shape.spectrum_values()),
-       argument("basis", shape.vertices() * shape.E), argument("mass", shape.vertices()),
-       argument("evalues", shape.meshes * shape.E), argument("times", shape.W),
-       argument("spectral", shape.spectrum_values()), argument("d_x", shape.vertex_values(), true),
-       argument("d_times", shape.W, true)}};
+  const MeshSizes sizes = checked(of, kRagged);
+  return sizes.task(
+      pass_of<Pass::backward>(of, sizes),
+      {sizes.argument("d_out", sizes.vertex_values()),
+       sizes.argument("d_spectral", sizes.spectrum_values()),
+       sizes.argument("basis", sizes.vertices * sizes.eigen),
+       sizes.argument("mass", sizes.vertices),
+       sizes.argument("evalues", sizes.meshes * sizes.eigen), sizes.argument("times", sizes.width),
+       sizes.argument("spectral", sizes.spectrum_values()),
+       sizes.argument("d_x", sizes.vertex_values(), true),
+       sizes.argument("d_times", sizes.width, true)});
 }
 
 }  // namespace
 
 const Function operators::library::diffusion_forward =
-    function_of<fk_diffusion, forward_task>("diffusion");
+    function_of<fk_diffusion, forward_task<false>>("diffusion");
 const Function operators::library::diffusion_backward =
-    function_of<fk_diffusion, backward_task>("diffusion");
+    function_of<fk_diffusion, backward_task<false>>("diffusion");
+const Function operators::library::diffusion_ragged_forward =
+    function_of<fk_diffusion, forward_task<true>>("diffusion");
+const Function operators::library::diffusion_ragged_backward =
+    function_of<fk_diffusion, backward_task<true>>("diffusion");
 
 extern "C" int fk_diffusion_workspace(const fk_diffusion* diffusion, size_t* bytes) {
   return query(diffusion_forward, diffusion, bytes);
@@ -121,4 +122,35 @@ extern "C" int fk_diffusion_backward(const fk_diffusion* diffusion, const void* 
   return call(diffusion_backward, diffusion,
               {d_out, d_spectral, basis, mass, evalues, times, spectral, d_x, d_times}, workspace,
               workspace_bytes, stream);
+}
+
+extern "C" int fk_diffusion_ragged_workspace(const fk_diffusion* diffusion, size_t* bytes) {
+  return query(diffusion_ragged_forward, diffusion, bytes);
+}
+
+extern "C" int fk_diffusion_ragged_backward_workspace(const fk_diffusion* diffusion,
+                                                      size_t* bytes) {
+  return query(diffusion_ragged_backward, diffusion, bytes);
+}
+
+extern "C" int fk_diffusion_ragged_forward(const fk_diffusion* diffusion, const void* x,
+                                           const void* basis, const void* mass, const void* evalues,
+                                           const void* times, const void* offsets, void* spectral,
+                                           void* out, void* workspace, size_t workspace_bytes,
+                                           struct CUstream_st* stream) {
+  return call(diffusion_ragged_forward, diffusion,
+              {x, basis, mass, evalues, times, offsets, spectral, out}, workspace, workspace_bytes,
+              stream);
+}
+
+extern "C" int fk_diffusion_ragged_backward(const fk_diffusion* diffusion, const void* d_out,
+                                            const void* d_spectral, const void* basis,
+                                            const void* mass, const void* evalues,
+                                            const void* times, const void* spectral,
+                                            const void* offsets, void* d_x, void* d_times,
+                                            void* workspace, size_t workspace_bytes,
+                                            struct CUstream_st* stream) {
+  return call(diffusion_ragged_backward, diffusion,
+              {d_out, d_spectral, basis, mass, evalues, times, spectral, offsets, d_x, d_times},
+              workspace, workspace_bytes, stream);
 }

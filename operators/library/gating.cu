@@ -64,9 +64,7 @@ ProductWays<T> product_of(const fk_gating& gating) {
   if constexpr (std::is_same_v<T, float>) {
     if (gating.type == FK_TF32) return tf32_product_ways;
     if (gating.type == FK_TF32X3) return tf32x3_product_ways;
-    return [](const Caller& caller, const Memory<float>& a, const Memory<float>& b,
-              const Memory<float>& c, operators::product::ProductShape shape,
-              operators::product::RowStrides) { return fp32_product_ways(caller, a, b, c, shape); };
+    return fp32_product_ways;
   } else {
     return half_product_ways<T>;
   }
@@ -98,7 +96,7 @@ Operator layer(const fk_gating& gating) {
     if constexpr (std::is_same_v<T, float>) {
       return unfused_layer(caller, memory, shape, product_of<T>(gating));
     } else {
-      return GatedLayer<T>(caller, memory, shape).ways();
+      return gated_layer<T>(caller, memory, shape);
     }
   };
 }

@@ -9,7 +9,7 @@
 
 #include "operators/library/call.h"
 #include "operators/library/products.h"
-#include "operators/product/fp32.cuh"
+#include "operators/product/fp32/fp32.cuh"
 #include "operators/product/half_product.cuh"
 #include "operators/product/layouts/batch.cuh"
 #include "operators/product/layouts/hopper.cuh"
@@ -371,7 +371,7 @@ std::vector<operators::Way> operators::library::fp32_product_ways(const Caller& 
                                                                   const Memory<float>& a,
                                                                   const Memory<float>& b,
                                                                   const Memory<float>& c,
-                                                                  ProductShape shape) {
+                                                                  ProductShape shape, RowStrides) {
   return Fp32Product(caller, a, b, c, shape).ways();
 }
 

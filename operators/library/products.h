@@ -25,12 +25,9 @@ template <typename T>
 std::vector<Way> half_product_ways(const Caller& caller, const Memory<T>& a, const Memory<T>& b,
                                    const Memory<T>& c, product::ProductShape shape,
                                    product::RowStrides strides);
-/// The same of fp32, multiplied in TF32, or by three such products; see product::Tf32Product.
-ProductFunction<float> tf32_product_ways, tf32x3_product_ways;
-/// The same, multiplied in fp32, of dense rows; see product::Fp32Product.
-std::vector<Way> fp32_product_ways(const Caller& caller, const Memory<float>& a,
-                                   const Memory<float>& b, const Memory<float>& c,
-                                   product::ProductShape shape);
+/// The same of fp32, multiplied in TF32, or by three such products (see product::Tf32Product), or
+/// in fp32, of dense rows (see product::Fp32Product).
+ProductFunction<float> tf32_product_ways, tf32x3_product_ways, fp32_product_ways;
 /// The steps of the way that should be the fastest to compute c = a b; none if it is too large. Of
 /// fp32 rows have to be dense.
 ProductFunction<float> product_steps;

@@ -19,10 +19,10 @@ struct Strided {
 
 inline constexpr int kTransposeTile = 32, kTransposeRows = 8;
 
-/// to = from^T for each of a batch, gridDim.y of them, whose matrices are so many elements apart; what
-/// `to` has beyond from^T becomes 0. A block has a tile of 32 x 32, which is read
-/// and written by rows, 32 neighbours a warp, and changes places in shared memory. The tile's rows
-/// are an odd number of elements apart, so that a column of it lies in other banks.
+/// to = from^T for each of a batch, gridDim.y of them, whose matrices are so many elements apart;
+/// what `to` has beyond from^T becomes 0. A block has a tile of 32 x 32, which is read and written
+/// by rows, 32 neighbours a warp, and changes places in shared memory. The tile's rows are an odd
+/// number of elements apart, so that a column of it lies in other banks.
 template <typename T>
 __global__ void __launch_bounds__(kTransposeTile* kTransposeRows)
     transpose(Strided<const T> from, Strided<T> to, int64_t from_between, int64_t to_between) {

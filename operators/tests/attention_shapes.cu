@@ -107,9 +107,10 @@ bool right(const char* name, const AttentionShape& shape, size_t most, float gro
   }
 
   const auto make = [&](const operators::Caller& by) {
-    return Attention<T>(by, {shape, Q.device, K.device, V.device, out, log_sums}, shape, scale);
+    return Attention<T>(by, {shape, Q.device, K.device, V.device, out, log_sums}, shape, scale)
+        .ways();
   };
-  std::vector<Way> ways = make(caller()).ways();
+  std::vector<Way> ways = make(caller());
   bool all = !ways.empty() && found_by_ids(ways, make);
   ways.resize(std::min(ways.size(), most));
   if (growth > 1) {

@@ -19,7 +19,7 @@ operators::Memory<T> memory_of(size_t count, int byte) {
   return operators::Memory<T>([data] { return static_cast<T*>(data); }, count);
 }
 
-/// Whether each way alone is found again by its id. make(caller) constructs the operator.
+/// Whether each way alone is found again by its id. make(caller) returns an operator's ways.
 template <typename Make>
 bool found_by_ids(const std::vector<operators::Way>& ways, const Make& make) {
   const auto none = [](size_t bytes) {
@@ -27,7 +27,7 @@ bool found_by_ids(const std::vector<operators::Way>& ways, const Make& make) {
   };
   return std::ranges::all_of(ways, [&](const operators::Way& way) {
     const auto found =
-        make(operators::Caller{.workspace = {none, none}, .search = {.only = way.id}}).ways();
+        make(operators::Caller{.workspace = {none, none}, .search = {.only = way.id}});
     const bool same =
         found.size() == 1 && found[0].name == way.name && found[0].microseconds == way.microseconds;
     if (!same) std::printf("%s: not found by its id\n", way.name.c_str());

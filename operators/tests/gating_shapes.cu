@@ -102,8 +102,8 @@ bool all_right(const GatingShape& shape, Gate gate, size_t most, const char* typ
   const std::vector<double> expected = layer_of(x, W1, b1, W2, b2, gate);
   GatingMemory<T> memory{x.device, W1.device, b1.device, W2.device, b2.device, out};
   if (gate != Gate::sigmoid) memory.b1 = none, memory.b2 = none, memory.gate = gate;
-  const auto make = [&](const Caller& by) { return GatedLayer<T>(by, memory, shape); };
-  std::vector<Way> ways = make(caller()).ways();
+  const auto make = [&](const Caller& by) { return gated_layer<T>(by, memory, shape); };
+  std::vector<Way> ways = make(caller());
   bool all = !ways.empty() && found_by_ids(ways, make);
   std::sort(ways.begin(), ways.end(),
             [](const Way& a, const Way& b) { return a.microseconds < b.microseconds; });
@@ -129,8 +129,9 @@ int main(int argc, char** argv) {
   const Caller no_caller{
       {[](size_t) { return memory_of<char>(1, 0); }, [](size_t) { return memory_of<char>(1, 0); }}};
   if (most == 0) {
-    const GatedLayer<half> layer(no_caller, {none, none, none, none, none, none}, {M, K, H});
-    for (const Way& way : layer.ways()) std::printf("%s\n", way.name.c_str());
+    const GatingMemory<half> nothing{none, none, none, none, none, none};
+    for (const Way& way : gated_layer<half>(no_caller, nothing, {M, K, H}))
+      std::printf("%s\n", way.name.c_str());
     return 0;
   }
 

@@ -11,7 +11,7 @@
 #include <vector>
 
 #include "common/device.h"
-#include "operators/product/fp32.cuh"
+#include "operators/product/fp32/fp32.cuh"
 #include "operators/product/half_product.cuh"
 #include "operators/product/tf32_product.cuh"
 #include "operators/tests/device_memory.h"
@@ -54,8 +54,10 @@ bool right(const char* name, const ProductShape& shape, size_t most, double roun
       }
     }
   }
-  const auto make = [&](const operators::Caller& by) { return Operator(by, A, B, C, shape); };
-  std::vector<Way> ways = make(caller()).ways();
+  const auto make = [&](const operators::Caller& by) {
+    return Operator(by, A, B, C, shape).ways();
+  };
+  std::vector<Way> ways = make(caller());
   bool all = !ways.empty() && found_by_ids(ways, make);
   std::sort(ways.begin(), ways.end(),
             [](const Way& a, const Way& b) { return a.microseconds < b.microseconds; });

@@ -49,6 +49,17 @@ class Algebra:
         self.terms = [(i, j, k, sign, of_grades.index((self.grade[i], self.grade[k], self.grade[j])))
                       for i, j, k, sign in products]
         self.planes = sorted({(t, k) for _, _, k, _, t in self.terms})
+        self.blades, self.null = blades, {v for v in vectors if squares[v] == 0}
+
+    def ordered(self, order):
+        """Where each blade is in one of fk_order, and its sign there."""
+        rank = {v: (v not in self.null, v) if order == 3 else (True, v) for blade in self.blades for v in blade}
+        words = [tuple(sorted(blade, key=rank.get)) for blade in self.blades]
+        number = [sum(1 << v for v in blade) for blade in self.blades]
+        keys = [(len(word), number[k]) if order == 0 else number[k] if order == 1
+                else (len(word), [rank[v] for v in word]) for k, word in enumerate(words)]
+        sign = [(-1)**sum(a > b for a, b in itertools.combinations(word, 2)) for word in words]
+        return [sorted(keys).index(key) for key in keys], sign
 
 
 def gate(s):
@@ -65,7 +76,7 @@ class Multivectors(Call):
     ERROR = FP32
 
     def __init__(self, library, signature=(3, 0, 0), batch=5, features=12, normed=1, type=FLOAT32, gate=0, unweighted=0,
-                 weight_type=0, seed=0):
+                 weight_type=0, layout=0, order=0, seed=0):
         self.algebra = Algebra(*signature)
         self.plane, self.normed, self.is_gated = batch * features, normed, gate == 0
         count = len(self.algebra.grade) * self.plane
@@ -74,12 +85,13 @@ class Multivectors(Call):
         self.numbers = {name: numbers(size, seed + i) for i, (name, size) in enumerate(counts.items())}
         self.types = {name: weight_type or type if name in ("w", "d_w") else type for name in self.NAMES}
         description = self.Description(ctypes.sizeof(self.Description), type, *signature, normed, batch, features, gate,
-                                       unweighted, weight_type)
+                                       unweighted, weight_type, 77, layout, order)
+        self.place, self.sign = self.algebra.ordered(order)
         if unweighted:
             self.numbers["w"] = [1.0] * weights
         super().__init__(library, description, {
             name: b"\xff" * (BYTES[self.types[name]] * len(values)) if name in self.WRITTEN
-            else packed(values, self.types[name])
+            else packed(self.as_caller(name, values, layout), self.types[name])
             for name, values in self.numbers.items() if not (unweighted and name in ("w", "d_w"))})
 
     def is_near(self, name, expected, bound):
@@ -88,7 +100,19 @@ class Multivectors(Call):
         last = ROUNDING.get(kind, 0)
         least = 2.0**-25 if kind == FLOAT16 else 0
         bound = [its + last * (abs(value) + its) + least for value, its in zip(expected, bound)]
-        return near(self.found(name, kind, 1, len(expected)), expected, bound)
+        found = self.found(name, kind, 1, len(expected))
+        return near(found, *(self.as_caller(name, values, self.description.layout, signed) for values, signed in
+                             ((expected, True), (bound, False))))
+
+    def as_caller(self, name, values, layout, signed=True):
+        """Blades where the caller has them, and with his signs."""
+        if name in ("w", "d_w") or (layout == 0 and self.place == sorted(self.place)):
+            return values
+        planes = [None] * len(self.place)
+        for k, (place, sign) in enumerate(zip(self.place, self.sign)):
+            plane = values[k * self.plane:(k + 1) * self.plane]
+            planes[place] = [-value for value in plane] if signed and sign < 0 else plane
+        return [value for item in zip(*planes) for value in item] if layout else [*itertools.chain(*planes)]
 
     def blades(self, name):
         values = self.numbers[name]
@@ -328,6 +352,14 @@ CALLS = [(kind, options) for kind in (Clifford, CliffordBackward) for options in
     dict(signature=(0, 0, 2), batch=2, features=1100, type=BFLOAT16, gate=1),
     dict(signature=(0, 1, 0), batch=1, features=130, normed=0),
     dict(signature=(2, 2, 0), batch=2, features=40),
+    *(dict(PLAIN, layout=1, signature=signature, type=type, batch=3, features=features, order=order)
+      for signature, type, features, order in (((3, 0, 1), FLOAT32, 61, 3), ((3, 0, 0), BFLOAT16, 12, 1),
+                                               ((1, 0, 0), FLOAT16, 7, 0), ((4, 1, 0), FLOAT32, 25, 2),
+                                               ((0, 0, 1), FLOAT32, 50, 3), ((1, 1, 2), FLOAT16, 9, 3))),
+    dict(unweighted=1, normed=0, layout=1, batch=2, features=70),  # with the gate
+    dict(unweighted=1, normed=0, order=1, batch=2, features=70, signature=(2, 1, 1)),
+    dict(layout=1, batch=2, features=9), dict(order=3, signature=(3, 0, 1), batch=2, features=9, type=BFLOAT16),
+    dict(layout=1, order=2, signature=(2, 2, 0), batch=2, features=5, unweighted=1, type=FLOAT16),
 )] + [(kind, options) for kind in (CliffordConnected, CliffordConnectedBackward) for options in (
     {},
     dict(signature=(2, 0, 0), batch=1, features=1),
@@ -360,7 +392,8 @@ def test_every_signature(library, kind):
     """Each with other options."""
     for turn, signature in enumerate(EVERY_SIGNATURE):
         kind(library, signature=signature, batch=2, features=3 + turn % 6, type=(FLOAT32, *HALVES)[turn % 3],
-             normed=turn // 2 % 2, gate=turn // 3 % 2, unweighted=turn // 5 % 2, seed=turn).run_twice()
+             normed=turn // 2 % 2, gate=turn // 3 % 2, unweighted=turn // 5 % 2, layout=turn // 4 % 2,
+             order=turn // 7 % 4, seed=turn).run_twice()
     assert len(EVERY_SIGNATURE) == 55
 
 
@@ -519,18 +552,21 @@ def test_triples_of_every_signature(signature):
 
 
 def test_orders_of_blades():
-    """Written out; and back and forth nothing changes."""
+    """Written out; and as the library counts them, which has e4 where a word says e0."""
     assert geometric.blades(3, "bits") == ((), (0,), (1,), (0, 1), (2,), (0, 2), (1, 2), (0, 1, 2))
     assert geometric.blades(4, "shortlex")[5:11] == ((0, 1), (0, 2), (0, 3), (1, 2), (1, 3), (2, 3))
     assert geometric.blades(4, "grade")[5:11] == ((0, 1), (0, 2), (1, 2), (0, 3), (1, 3), (2, 3))
-    for vectors, order in itertools.product(range(1, 6), geometric.ORDERS):
-        there, back = geometric.permutations(vectors, order)
-        assert (there is None) == (back is None) == (
-            order == "grade" or vectors < 3 or (vectors == 3 and order == "shortlex"))
-        if there:
-            of_library = [geometric.blades(vectors, order)[at] for at in there]
-            assert of_library == [*geometric.blades(vectors)]
-            assert [of_library[at] for at in back] == [*geometric.blades(vectors, order)]
+    assert geometric.blades(4, "null_first", null=1) == (
+        (), (3,), (0,), (1,), (2,), (3, 0), (3, 1), (3, 2), (0, 1), (0, 2), (1, 2), (3, 0, 1), (3, 0, 2), (3, 1, 2),
+        (0, 1, 2), (3, 0, 1, 2))
+    for signature, (number, order) in itertools.product(EVERY_SIGNATURE, enumerate(geometric.ORDERS)):
+        algebra = Algebra(*signature)
+        place, sign = algebra.ordered(number)
+        words = geometric.blades(sum(signature), order, null=signature[2])
+        for k, blade in enumerate(algebra.blades):
+            word = words[place[k]]
+            assert tuple(sorted(word)) == blade
+            assert sign[k] == (-1)**sum(a > b for a, b in itertools.combinations(word, 2))
 
 
 WRONG = [
@@ -544,11 +580,14 @@ WRONG = [
     *((dict(type=value), BAD_ARGUMENT) for value in (0, TF32, 77)),
     *((dict(gate=value), BAD_ARGUMENT) for value in (-1, 2)),
     *((dict(unweighted=value), BAD_ARGUMENT) for value in (-1, 2)),
+    *((dict(layout=value), BAD_ARGUMENT) for value in (-1, 2)),
+    *((dict(order=value), BAD_ARGUMENT) for value in (-1, 4)),
     *((dict(weight_type=value), BAD_ARGUMENT) for value in (-1, FLOAT16, BFLOAT16, TF32)),
 ]
 ONLY_FOR_THE_OTHERS = [
     *((dict(type=value), BAD_ARGUMENT) for value in HALVES), (dict(gate=1), BAD_ARGUMENT),
     (dict(unweighted=1), BAD_ARGUMENT), (dict(weight_type=FLOAT32), BAD_ARGUMENT), (dict(q=1), BAD_ARGUMENT),
+    (dict(layout=1), BAD_ARGUMENT), (dict(order=2), BAD_ARGUMENT),
 ]
 
 

@@ -61,7 +61,7 @@ def test_functions():
 def test_constants():
     constants = {name: int(value) for name, value in re.findall(r"\b(FK_\w+) = (\d+)", TEXT)}
     constants["FK_VERSION"] = int(re.search(r"#define FK_VERSION (\d+)", (HEADER / "fused_kernels.h").read_text())[1])
-    assert len(constants) == 42
+    assert len(constants) == 52
     assert {name: value for name, value in vars(fused_kernels).items() if name.startswith("FK_")} == constants
 
 
@@ -298,11 +298,43 @@ class Turned(Dense):
      r"x has the shape \(8,\); it has to have 2 or 3 dimensions"),
     ("diffusion", dict(x=Dense(9, 8), basis=Dense(1, 9, 8), mass=Dense(9), evalues=Dense(8), times=Dense(8)),
      r"basis has the shape \(1, 9, 8\); it has to have 2 dimensions"),
+    ("diffusion_ragged", dict(x=Dense(9, 8), basis=Dense(9, 8), mass=Dense(9), evalues=Dense(2, 8), times=Dense(8),
+                              offsets=typed("int32", 4)),
+     "offsets has 4 elements; of 2 meshes it has to have one more"),
+    ("diffusion_ragged", dict(x=Dense(9, 8), basis=Dense(9, 8), mass=Dense(9), evalues=Dense(2, 8), times=Dense(8),
+                              offsets=typed("int64", 3)), "offsets is torch.int64; it has to be torch.int32"),
+    ("gradient_features_ragged", dict(x=Dense(2, 8, 8), gr=Dense(9, 8), gi=Dense(8, 8), lr=Dense(8, 8), li=Dense(8, 8),
+                                      offsets=typed("int32", 3)),
+     r"gi has the shape \(8, 8\); it has to be \(9, 8\)"),
 ])
 def test_operands_that_do_not_fit(name, operands, words):
     row = OPERATORS[name]
     with pytest.raises(ValueError, match=words):
         row.check(operands, {each: default for each, (_, default) in row.numbers.items()})
+
+
+@pytest.mark.parametrize("math", ["fp32", "tf32", "tf32x3"])
+def test_types_and_meshes_of_a_diffusion_and_of_features(math):
+    """meshes are a dimension more, or, where they differ in their sizes, those of evalues or of the spectrum."""
+    single = functools.partial(typed, "float32")
+    wanted = {"fp32": fused_kernels.FK_FLOAT32, "tf32": fused_kernels.FK_TF32, "tf32x3": fused_kernels.FK_TF32X3}[math]
+
+    def described(name, *operands):
+        row = OPERATORS[name]
+        of = row.describe(row.check(dict(zip(row.operands, operands)), dict(math=math))[1], {})
+        return of.type, of.meshes, of.vertices, of.eigen, of.width
+
+    assert described("diffusion", single(9, 8), single(9, 5), single(9), single(5), single(8)) == (wanted, 1, 9, 5, 8)
+    assert described("diffusion", single(3, 9, 8), single(3, 9, 5), single(3, 9), single(3, 5), single(8)) == (
+        wanted, 3, 9, 5, 8)
+    assert described("diffusion_ragged", single(9, 8), single(9, 5), single(9), single(2, 5), single(8),
+                     typed("int32", 3)) == (wanted, 2, 9, 5, 8)
+    weights = single(8, 8), single(8, 8)
+    assert described("gradient_features", single(5, 8), single(9, 5), single(9, 5), *weights) == (wanted, 1, 9, 5, 8)
+    assert described("gradient_features", single(3, 5, 8), single(3, 9, 5), single(3, 9, 5), *weights) == (
+        wanted, 3, 9, 5, 8)
+    assert described("gradient_features_ragged", single(2, 5, 8), single(9, 5), single(9, 5), *weights,
+                     typed("int32", 3)) == (wanted, 2, 9, 5, 8)
 
 
 @pytest.mark.parametrize("name", ["cross_entropy", "cross_entropy_backward"])

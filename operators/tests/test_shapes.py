@@ -52,6 +52,7 @@ def test_product_shapes(sizes, multiprocessors, monkeypatch):
 @pytest.mark.parametrize("program, sizes, ways", [
     ("product_shapes", "33 72 41", "fp16, mma.sync"), ("product_shapes", "257 136 520", "fp16, mma.sync"),
     ("product_shapes", "257 136 520", "fp16 to fp32, mma.sync"), ("product_shapes", "20 40 2100", "slices"),
+    ("product_shapes", "65 131 77", "of a thread"),
     ("gating_shapes", "65 7 9", "rows copied"),
     ("gating_shapes", "500 64 72", "resident"), ("gating_shapes", "300 128 64", "resident"),
     ("gating_shapes", "70 512 96", "slices"),
@@ -67,6 +68,7 @@ def test_all_ways_without_hopper_are_right(capability, program, sizes, ways, mon
 def test_all_ways_of_a_product_are_right():
     result = run_program(TESTS / "product_shapes", "130", "72", "64")
     assert result.returncode == 0 and result.stdout.count("\n") > 75, result.stdout + result.stderr
+    assert result.stdout.count("blocks of a tile: 4") == 4, result.stdout  # of fp32, by clusters
 
 
 @pytest.mark.parametrize("sizes", [*SHAPES, "4096 1000 4104", "1000 4097 333"])

@@ -140,7 +140,7 @@ HEADERS = {
     BACKWARD: (RING,),
     OF_ATTENTION: ("operators/attention/layer.cuh", "operators/attention/hopper.cuh",
                    "operators/attention/portable.cuh", RING),
-    PRODUCT: ("operators/product/fp32.cuh",),
+    PRODUCT: ("operators/product/fp32/fp32.cuh", "operators/product/fp32/blocks.cuh"),
     TENSOR_CORES: (RING,),
     FUSED: ("primitives/wmma_fragments.cuh", RING),
     DIFFUSION: (RING,),
@@ -168,7 +168,10 @@ FEW_MULTIPROCESSORS = {"CUDA_CPU_MULTIPROCESSORS": "2", "CUDA_CPU_COMPUTE_CAPABI
 MATMUL_ARGUMENTS = ("33",)
 # Blocks share tiles, and one has the end of one and the begin of the next.
 SHARED_TILES = ("513",)
-SMALL_PRODUCT, SHARED_PRODUCT = ("33", "--type", "fp32"), ("257", "--type", "fp32")
+# Of short sums small blocks compute a product, of long ones the slices of a block; and few blocks share three tiles.
+SHORT_PRODUCT = ("33", "--type", "fp32")
+SMALL_PRODUCT = ("33", "--depth", "600", "--type", "fp32")
+SHARED_PRODUCT = ("33", "--columns", "129", "--depth", "1500", "--type", "fp32")
 # The layer's M = 1024 rows are enough for many blocks; one odd and one even step along K.
 LAYER_ARGUMENTS = ("1", "--channels", "72", "--hidden", "8")
 # One tile of the spectrum and three slices of V, one of them of two steps.
@@ -205,8 +208,8 @@ BARRIERS = [
     (MATMUL, "stream-K", "matmul_stream_k(", 1, ("300",)),
     (PRODUCT, "operator", "void multiply_fp32_steps(", 1, SMALL_PRODUCT),
     (PRODUCT, "operator", "fp32_product(Fp32Operands", 1, SHARED_PRODUCT),
-    # Small tiles, eight slices.
     (PRODUCT, "operator", "void add_slices(", 2, SMALL_PRODUCT),
+    (PRODUCT, "operator", "void add_fp32_steps(", 1, SHORT_PRODUCT),
     (TENSOR_CORES, "wmma shared", "matmul_wmma_shared(", 2, MATMUL_ARGUMENTS),
     (TENSOR_CORES, "swizzled tiles", "matmul_ldmatrix(", 2, MATMUL_ARGUMENTS),
     # The ring of *stages*; three steps and, of an odd N, copies by threads.

@@ -1,4 +1,4 @@
-// How the kernels of any/rows.cuh are launched.
+// How the kernels of any/rows.cuh and any/items.cuh are launched.
 #pragma once
 
 #include <algorithm>
@@ -7,6 +7,7 @@
 #include <vector>
 
 #include "operators/caller.h"
+#include "operators/clifford/any/items.cuh"
 #include "operators/clifford/any/rows.cuh"
 #include "operators/estimate.h"
 #include "primitives/launch.h"
@@ -116,6 +117,57 @@ std::vector<Way> any_backward(const AnyTensors& tensors, const AnyGradients& d) 
     });
   };
   return {any_way<n>(tensors, of, is_long ? 8 : 5, launch)};
+}
+
+// ---- Items --------------------------------------------------------------------------------------
+
+/// The tensors' layout, and what it costs to touch one of them once.
+template <int n>
+unsigned item_blocks(const Layer& layer) {
+  return blocks_for(layer.plane(), kItems<n>);
+}
+inline double item_microseconds(const AnyTensors& of, int blades, double passes) {
+  const double bytes = static_cast<double>(bytes_of(of.storage)) * blades;
+  return passes * bytes * static_cast<double>(of.layer.plane()) / (0.8 * memory_rate());
+}
+
+template <int n>
+Way item_way(const AnyTensors& tensors, int passes, std::function<void()> launch) {
+  return {"items of " + std::to_string(n) + " vectors",
+          kFirstLaunch + item_microseconds(tensors, 1 << n, passes), std::move(launch), 0};
+}
+
+template <int n>
+ItemProduct item_product(const AnyTensors& tensors, const ItemLayout& layout) {
+  return {tensors.layer, metric_of<Cl<n, 0, 0>>(tensors.p, tensors.q), tensors.storage, layout};
+}
+
+/// The product without weights and norm, in this layout.
+template <int n>
+std::vector<Way> items_forward(const AnyTensors& tensors, const ItemLayout& layout) {
+  const ItemProduct of = item_product<n>(tensors, layout);
+  return {item_way<n>(tensors, 3, [=] {
+    multiply_items<n><<<item_blocks<n>(tensors.layer), kItems<n>, 0, tensors.stream>>>(
+        tensors.x, tensors.y, tensors.out, of);
+  })};
+}
+
+template <int n>
+std::vector<Way> items_backward(const AnyTensors& tensors, const AnyGradients& d,
+                                const ItemLayout& layout) {
+  const ItemProduct of = item_product<n>(tensors, layout);
+  return {item_way<n>(tensors, 5, [=] {
+    multiply_items_backward<n><<<item_blocks<n>(tensors.layer), kItems<n>, 0, tensors.stream>>>(
+        d.d_out, tensors.x, tensors.y, d.dx, d.dy, of);
+  })};
+}
+
+/// Copies a tensor from one layout to another.
+template <int n>
+void copy_to_layout(const AnyTensors& of, const char* from, char* to, const ItemLayout& own,
+                    const ItemLayout& other) {
+  copy_items<n><<<item_blocks<n>(of.layer), kItems<n>, 0, of.stream>>>(from, to, of.layer.plane(),
+                                                                       of.storage, own, other);
 }
 
 }  // namespace operators::clifford

@@ -2,7 +2,9 @@
 // operands.
 #pragma once
 
+#include <functional>
 #include <string>
+#include <vector>
 
 #include "operators/library/call.h"
 
@@ -43,6 +45,8 @@ inline void refuse_options(const fk_clifford& of, const std::string& name) {
   refuse("gate", of.gate);
   refuse("unweighted", of.unweighted);
   refuse("weight_type", of.weight_type);
+  refuse("layout", of.layout);
+  refuse("order", of.order);
 }
 
 /// How many elements x, y and the result have, and how many w has; and their types.
@@ -79,6 +83,15 @@ std::vector<Way> any_clifford_forward(const fk_clifford& of, const Caller& calle
 std::vector<Way> any_clifford_backward(const fk_clifford& of, const Caller& caller,
                                        const Operands& at);
 int clifford_triples(const fk_clifford& of);
+
+/// The ways of a description with another layout or order of blades. make() has those of one in the
+/// kernels' own, which is also what fk_clifford has by default. In any.cu.
+using CliffordWays =
+    std::function<std::vector<Way>(const fk_clifford&, const Caller&, const Operands&)>;
+std::vector<Way> layout_clifford_forward(const fk_clifford& of, const Caller& caller,
+                                         const Operands& at, CliffordWays make);
+std::vector<Way> layout_clifford_backward(const fk_clifford& of, const Caller& caller,
+                                          const Operands& at, CliffordWays make);
 
 /// The ways of a 16-bit type in kernels of one algebra; none, where there are no such kernels. In
 /// half.cu.

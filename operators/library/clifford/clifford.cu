@@ -18,11 +18,12 @@ bool is_algebra(const fk_clifford& of) {
   return all >= 1 && all <= kMostVectors;
 }
 
-void check_flag(const char* name, int value) {
-  if (value == 0 || value == 1) return;
+void check_choice(const char* name, int value, int most, const char* choices) {
+  if (value >= 0 && value <= most) return;
   throw Refusal{FK_BAD_ARGUMENT,
-                std::string(name) + " is " + std::to_string(value) + "; it has to be 0 or 1"};
+                std::string(name) + " is " + std::to_string(value) + "; it has to be " + choices};
 }
+void check_flag(const char* name, int value) { check_choice(name, value, 1, "0 or 1"); }
 
 /// Refuses a description that no GPU, or not this one, can compute.
 void check(const fk_clifford& of) {
@@ -35,6 +36,8 @@ void check(const fk_clifford& of) {
   check_clifford(of, "0 or more each, and 1 to 5 in all", most_features);
   check_flag("gate", of.gate);
   check_flag("unweighted", of.unweighted);
+  check_flag("layout", of.layout);
+  check_choice("order", of.order, FK_ORDER_NULL_FIRST, "0 to 3");
   if (of.weight_type != 0 && of.weight_type != of.type && of.weight_type != FK_FLOAT32) {
     throw Refusal{FK_BAD_ARGUMENT, "weight_type is " + std::to_string(of.weight_type) +
                                        "; it has to be 0, FK_FLOAT32 or that of type, " +
@@ -61,37 +64,52 @@ std::vector<operators::Way> ways_here(Streaming streamed, Portable portable) {
   return portable();
 }
 
-/// A pass of a description that has been checked: by kernels of its algebra and type, if there are
-/// any, or by those of any algebra.
+/// A pass of a description that has been checked, in the kernels' own layout: by kernels of its
+/// algebra and type, if there are any, or by those of any algebra.
+std::vector<operators::Way> forward_ways(const fk_clifford& of, const operators::Caller& caller,
+                                         const Operands& at) {
+  std::vector<operators::Way> ways;
+  if (of.type != FK_FLOAT32) {
+    ways = half_clifford_forward(of, caller, at);
+  } else {
+    in_algebra(of, [&]<typename A>(A) {
+      const auto pass = tensors_of<A, float, float>(of, at, kForwardX, caller);
+      ways = pass.after_it(ways_here([&] { return streamed_forward<A>(pass.tensors); },
+                                     [&] { return portable_forward<A>(pass.tensors); }));
+    });
+  }
+  return ways.empty() ? any_clifford_forward(of, caller, at) : ways;
+}
+std::vector<operators::Way> backward_ways(const fk_clifford& of, const operators::Caller& caller,
+                                          const Operands& at) {
+  std::vector<operators::Way> ways;
+  if (of.type != FK_FLOAT32) {
+    ways = half_clifford_backward(of, caller, at);
+  } else {
+    in_algebra(of, [&]<typename A>(A) {
+      const auto pass = tensors_of<A, float, float>(of, at, kBackwardX, caller);
+      const auto d = gradients_of<A, float, float>(of, at);
+      ways = pass.after_it(ways_here([&] { return streamed_backward<A>(pass.tensors, d); },
+                                     [&] { return portable_backward<A>(pass.tensors, d); }));
+    });
+  }
+  return ways.empty() ? any_clifford_backward(of, caller, at) : ways;
+}
+
+/// Whether a layout is the kernels' own.
+bool is_own(const fk_clifford& of) {
+  return of.layout == FK_BLADES_FIRST && of.order == FK_ORDER_GRADE;
+}
 Operator forward_of(const fk_clifford& of) {
   return [=](const operators::Caller& caller, const Operands& at) {
-    std::vector<operators::Way> ways;
-    if (of.type != FK_FLOAT32) {
-      ways = half_clifford_forward(of, caller, at);
-    } else {
-      in_algebra(of, [&]<typename A>(A) {
-        const auto pass = tensors_of<A, float, float>(of, at, kForwardX, caller);
-        ways = pass.after_it(ways_here([&] { return streamed_forward<A>(pass.tensors); },
-                                       [&] { return portable_forward<A>(pass.tensors); }));
-      });
-    }
-    return ways.empty() ? any_clifford_forward(of, caller, at) : ways;
+    return is_own(of) ? forward_ways(of, caller, at)
+                      : layout_clifford_forward(of, caller, at, forward_ways);
   };
 }
 Operator backward_of(const fk_clifford& of) {
   return [=](const operators::Caller& caller, const Operands& at) {
-    std::vector<operators::Way> ways;
-    if (of.type != FK_FLOAT32) {
-      ways = half_clifford_backward(of, caller, at);
-    } else {
-      in_algebra(of, [&]<typename A>(A) {
-        const auto pass = tensors_of<A, float, float>(of, at, kBackwardX, caller);
-        const auto d = gradients_of<A, float, float>(of, at);
-        ways = pass.after_it(ways_here([&] { return streamed_backward<A>(pass.tensors, d); },
-                                       [&] { return portable_backward<A>(pass.tensors, d); }));
-      });
-    }
-    return ways.empty() ? any_clifford_backward(of, caller, at) : ways;
+    return is_own(of) ? backward_ways(of, caller, at)
+                      : layout_clifford_backward(of, caller, at, backward_ways);
   };
 }
 

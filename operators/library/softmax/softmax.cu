@@ -101,7 +101,7 @@ std::vector<LogitsWay> operators::library::logits_ways(const Caller& caller, con
                                        static_cast<int>(shape.classes),
                                        static_cast<int>(shape.inputs)};
   const auto none = caller.workspace.any<float2>(1);
-  for (const Way& way : fp32_product_ways(caller, x, W, logits, sizes)) {
+  for (const Way& way : fp32_product_ways(caller, x, W, logits, sizes, {})) {
     ways.push_back({way, 1, 0, logits, none});
   }
   if (ways.empty()) return {};

@@ -94,8 +94,8 @@ struct StoreBiased : StoreRounded<T> {
 #endif
 };
 
-/// The ways to compute C = A B + bias, where kAcross says that A lies as (depth, rows), and else B lies as
-/// (cols, depth). Strides are those of rows in memory.
+/// The ways to compute C = A B + bias, where kAcross says that A lies as (depth, rows), and else B
+/// lies as (cols, depth). Strides are those of rows in memory.
 template <typename T, bool kAcross>
 class TurnedProduct {
  public:

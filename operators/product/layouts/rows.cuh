@@ -19,7 +19,9 @@ struct RowsOf {
   int64_t batch, rows, cols, stride, between;
 
   __host__ __device__ int64_t all_rows() const { return batch * rows; }
+  /// Where matrices lie below each other nothing is divided.
   __device__ T* row(int64_t number) const {
+    if (batch == 1 || between == rows * stride) return data + number * stride;
     return data + number / rows * between + number % rows * stride;
   }
 };
@@ -89,6 +91,7 @@ __global__ void __launch_bounds__(kPiecesOfBlock* kRowsOfBlock)
   float sum = 0;
   if (col < of.cols) {
     const int64_t step = int64_t{gridDim.y} * kRowsOfBlock;
+#pragma unroll 8  // so many loads are under way together
     for (int64_t row = int64_t{blockIdx.y} * kRowsOfBlock + threadIdx.y; row < of.all_rows();
          row += step) {
       sum += static_cast<float>(of.row(row)[col]);

@@ -174,32 +174,47 @@ def attention_backward(d_out, q, k, v, out, log_sums, causal=False, scale=None, 
     return calls["attention_backward"](d_out, q, k, v, out, log_sums, causal, scale, deterministic)
 
 
-def diffusion(x, basis, mass, evalues, times):
+def diffusion(x, basis, mass, evalues, times, offsets=None, math="fp32"):
     """(out, spectral) of the spatial diffusion on a mesh: spectral = exp(-evalues times) * (basis^T (mass x)) and
     out = basis spectral. Shapes: x and out (vertices, width), basis (vertices, eigen), mass (vertices), evalues
     (eigen), times (width), spectral (eigen, width); or all but times have one dimension more, before these, for
-    several meshes of one shape. eigen and width are multiples of 8, at most 256 and 512. Type: torch.bfloat16 for
-    all; added up in fp32, on compute capability 9.0 in an order that is another one in each call. Layout: all are
+    several meshes of one shape. Type: torch.float16, torch.bfloat16 or torch.float32 for all; added up in fp32. In the
+    16-bit types mass * basis or mass * x is rounded before it is multiplied, and so is spectral. torch.bfloat16 where
+    eigen and width are multiples of 8, at most 256 and 512, has kernels of its own, which on compute capability 9.0
+    add up in an order that is another one in each call; all other results are the same in each. Layout: all are
     contiguous.
+
+    offsets: (meshes + 1) in torch.int32, for meshes that differ in their sizes: mesh m has the vertices from
+    offsets[m] to offsets[m + 1] - 1. Then x and out are (vertices, width), basis (vertices, eigen) and mass
+    (vertices), with the vertices of all meshes, and evalues (meshes, eigen) and spectral (meshes, eigen, width). They
+    begin with 0, do not decrease, and end with the number of vertices; that is not looked at, and with others the
+    results are undefined. math: how fp32 is multiplied, as product() has it; the 16-bit types take "fp32" alone.
 
     Gradients: of x and times, by diffusion_backward(); incoming gradients that are not contiguous are copied. basis,
     mass and evalues are the mesh's own: if one of them requires a gradient, a RuntimeError says that there is none.
     There are no second derivatives.
 
-    On compute capability 9.0 the blocks of the kernel start together, so a call waits until its stream finds room for
-    all of them.
+    On compute capability 9.0 the blocks of the kernel of its own start together, so a call waits until its stream
+    finds room for all of them.
 
-    Raises a ValueError for shapes, types or layouts that are not these, and a RuntimeError for a GPU below compute
-    capability 8.0. Source: operators/diffusion; lesson 7 explains it."""
-    return calls["diffusion"](x, basis, mass, evalues, times)
+    Raises a ValueError for shapes, types, layouts or a `math` that are not these, and a RuntimeError for a GPU below
+    compute capability 8.0 (torch.float32 with math="fp32": for none). Source: operators/diffusion and
+    operators/meshes; lesson 7 explains it."""
+    if offsets is not None:
+        return calls["diffusion_ragged"](x, basis, mass, evalues, times, offsets, math)
+    return calls["diffusion"](x, basis, mass, evalues, times, math)
 
 
-def diffusion_backward(d_out, d_spectral, basis, mass, evalues, times, spectral):
+def diffusion_backward(d_out, d_spectral, basis, mass, evalues, times, spectral, offsets=None, math="fp32"):
     """(d_x, d_times), the gradients of diffusion(). With s = d_spectral + basis^T d_out: d_times = -(evalues s
     spectral), added up over eigen and meshes, and d_x = mass * (basis (exp(-evalues times) * s)). Shapes: d_out and
-    d_x those of x, d_spectral that of spectral, which diffusion() has returned, d_times that of times. Type, layout
-    and errors: as diffusion(). Gradients: none. Source: operators/diffusion; lesson 7 explains it."""
-    return calls["diffusion_backward"](d_out, d_spectral, basis, mass, evalues, times, spectral)
+    d_x those of x, d_spectral that of spectral, which diffusion() has returned, d_times that of times. Type, layout,
+    offsets, math and errors: as diffusion(). Gradients: none. Source: operators/diffusion and operators/meshes; lesson
+    7 explains it."""
+    if offsets is not None:
+        return calls["diffusion_ragged_backward"](d_out, d_spectral, basis, mass, evalues, times, spectral, offsets,
+                                                  math)
+    return calls["diffusion_backward"](d_out, d_spectral, basis, mass, evalues, times, spectral, math)
 
 
 def softmax(x, w):
@@ -251,27 +266,38 @@ def cross_entropy_backward(d_losses, x, w, labels, logits, log_sums):
     return calls["cross_entropy_backward"](d_losses, x, w, labels, logits, log_sums)
 
 
-def gradient_features(x, gr, gi, lr, li):
+def gradient_features(x, gr, gi, lr, li, offsets=None, math="fp32"):
     """tanh(xr ar + xi ai), element by element, the gradient features on a mesh: xr = gr x, xi = gi x, ar = xr lr^T -
     xi li^T and ai = xi lr^T + xr li^T. Shapes: x (eigen, width), gr and gi (vertices, eigen), lr and li (width,
-    width); the result is (vertices, width). eigen and width are multiples of 8, eigen is at most 256. Type:
-    torch.bfloat16 for all; added up in fp32; x lr^T and x li^T are rounded to bf16. Layout: all are contiguous.
+    width); the result is (vertices, width); or all but lr and li have one dimension more, before these, for several
+    meshes of one shape. Type: torch.float16, torch.bfloat16 or torch.float32 for all; added up in fp32; in the 16-bit
+    types x lr^T and x li^T are rounded. Layout: all are contiguous.
+
+    offsets: for meshes that differ in their sizes, as diffusion() has them: then x is (meshes, eigen, width), and gr,
+    gi (vertices, eigen) and the result (vertices, width) have the vertices of all meshes. math: how fp32 is
+    multiplied, as product() has it; the 16-bit types take "fp32" alone.
 
     Gradients: of x, lr and li, by gradient_features_backward(); an incoming gradient that is not contiguous is copied.
     gr and gi are the mesh's own: if one of them requires a gradient, a RuntimeError says that there is none. There are
     no second derivatives.
 
-    Raises a ValueError for shapes, types or layouts that are not these, and a RuntimeError for a GPU below compute
-    capability 8.0. Source: operators/gradients; lesson 8 explains it."""
-    return calls["gradient_features"](x, gr, gi, lr, li)
+    Raises a ValueError for shapes, types, layouts or a `math` that are not these, and a RuntimeError for a GPU below
+    compute capability 8.0 (torch.float32 with math="fp32": for none). Source: operators/gradients and
+    operators/meshes; lesson 8 explains it."""
+    if offsets is not None:
+        return calls["gradient_features_ragged"](x, gr, gi, lr, li, offsets, math)
+    return calls["gradient_features"](x, gr, gi, lr, li, math)
 
 
-def gradient_features_backward(d_out, x, gr, gi, lr, li):
+def gradient_features_backward(d_out, x, gr, gi, lr, li, offsets=None, math="fp32"):
     """(d_x, d_lr, d_li), the gradients of gradient_features(). With g = d_out * (1 - out^2), P = g * xr, Q = g * xi, R
     = g * ar and S = g * ai: d_lr = P^T xr + Q^T xi, d_li = Q^T xr - P^T xi and d_x = gr^T (R + P lr + Q li) + gi^T (S
-    - P li + Q lr). Shapes: d_out that of the features, each result that of what it is the gradient of. Type, layout
-    and errors: as gradient_features(). Gradients: none. Source: operators/gradients; lesson 8 explains it."""
-    return calls["gradient_features_backward"](d_out, x, gr, gi, lr, li)
+    - P li + Q lr). Shapes: d_out that of the features, each result that of what it is the gradient of. Type, layout,
+    offsets, math and errors: as gradient_features(). Gradients: none. Source: operators/gradients and
+    operators/meshes; lesson 8 explains it."""
+    if offsets is not None:
+        return calls["gradient_features_ragged_backward"](d_out, x, gr, gi, lr, li, offsets, math)
+    return calls["gradient_features_backward"](d_out, x, gr, gi, lr, li, math)
 
 
 def clifford(x, y, w, signature=(3, 0, 0), normed=True):

@@ -68,9 +68,29 @@ def product_bias(a, b, bias):
 
 def diffusion(x, basis, mass, evalues, times):
     damping = [math.exp(-of_row * of_col) for of_row in evalues for of_col in times]
-    sums = multiply(transposed(basis, 8), [mass[at // 8] * value for at, value in enumerate(x)], 9)
+    sums = multiply(transposed(basis, 8), [mass[at // 8] * value for at, value in enumerate(x)], len(mass))
     spectral = list(map(operator.mul, damping, sums))
     return dict(spectral=spectral, out=multiply(basis, spectral, 8))
+
+
+def ragged_diffusion(x, basis, mass, evalues, times, offsets):
+    return of_both_meshes(diffusion, dict(x=8, basis=8, mass=1, evalues=-1))(
+        offsets, x=x, basis=basis, mass=mass, evalues=evalues, times=times)
+
+
+def mesh_of(values, row, mesh):
+    """What a mesh has of a tensor whose rows are vertices, or, if `row` is negative, of one with a part for each."""
+    count = len(values) // 2
+    return values[OFFSETS[mesh] * row:OFFSETS[mesh + 1] * row] if row > 0 else values[mesh * count:][:count]
+
+
+def of_both_meshes(formula, rows):
+    """A formula of several meshes. rows: of operands that each mesh has for itself, the elements of a vertex; or -1."""
+    def both(offsets, **operands):
+        found = [formula(**{name: mesh_of(values, rows[name], mesh) if name in rows else values
+                            for name, values in operands.items()}) for mesh in range(2)]
+        return {name: found[0][name] + found[1][name] for name in found[0]}
+    return both
 
 
 def rows_of_logits(x, w):
@@ -93,6 +113,10 @@ def gradient_features(x, gr, gi, lr, li):
     xr, xi = (multiply(each, x, 8) for each in (gr, gi))
     rr, ri, ir, ii = (multiply(each, transposed(by, 8), 8) for each in (xr, xi) for by in (lr, li))
     return dict(out=[math.tanh(r * (a - d) + i * (c + b)) for r, i, a, b, c, d in zip(xr, xi, rr, ri, ir, ii)])
+
+
+def ragged_features(x, gr, gi, lr, li, offsets):
+    return of_both_meshes(gradient_features, dict(x=-1, gr=8, gi=8))(offsets, x=x, gr=gr, gi=gi, lr=lr, li=li)
 
 
 def clifford(x, y, w):
@@ -127,6 +151,8 @@ Case = collections.namedtuple("Case", "name type description inputs formula back
 SEQUENCES = dict(causal=1, batch=1, queries=5, keys=7, heads=2, kv_heads=1, width=8, scale=0.5)
 MULTIVECTORS = dict(type=FP32, p=3, q=0, r=0, normed=1, batch=2, features=4)
 LABELS = [3, 0, -100, 11, 7]  # the third is no class
+OFFSETS = [0, 4, 9]  # of two meshes' vertices
+INDICES = dict(labels=LABELS, offsets=OFFSETS)
 CASES = [
     *(Case("product", each, fk.fk_product(type=each, rows=16, cols=24, depth=32), dict(a=512, b=768),
            lambda a, b: dict(c=multiply(a, b, 32))) for each in TYPES),
@@ -142,12 +168,18 @@ CASES = [
     Case("diffusion", BF16, fk.fk_diffusion(type=BF16, meshes=1, vertices=9, eigen=8, width=8),
          dict(x=72, basis=72, mass=9, evalues=8, times=8), diffusion,
          ("d_out d_spectral basis mass evalues times spectral", "d_x d_times")),
+    Case("diffusion_ragged", FP32, fk.fk_diffusion(type=FP32, meshes=2, vertices=9, eigen=8, width=8),
+         dict(x=72, basis=72, mass=9, evalues=16, times=8, offsets=3), ragged_diffusion,
+         ("d_out d_spectral basis mass evalues times spectral offsets", "d_x d_times")),
     Case("softmax", FP32, fk.fk_softmax(type=FP32, rows=5, inputs=8, classes=12), dict(x=40, w=96), softmax,
          ("d_probs x w probs", "d_x d_w")),
     Case("cross_entropy", FP32, fk.fk_softmax(type=FP32, rows=5, inputs=8, classes=12), dict(x=40, w=96, labels=5),
          cross_entropy, ("d_losses x w labels logits log_sums", "d_x d_w")),
     Case("gradients", BF16, fk.fk_gradients(type=BF16, vertices=9, eigen=8, width=8),
          dict(x=64, gr=72, gi=72, lr=64, li=64), gradient_features, ("d_out x gr gi lr li", "d_x d_lr d_li")),
+    Case("gradients_ragged", FP32, fk.fk_gradients(type=FP32, vertices=9, eigen=8, width=8, meshes=2),
+         dict(x=128, gr=72, gi=72, lr=64, li=64, offsets=3), ragged_features,
+         ("d_out x gr gi lr li offsets", "d_x d_lr d_li")),
     Case("clifford", FP32, fk.fk_clifford(**MULTIVECTORS), dict(x=64, y=64, w=80), clifford,
          ("d_out x y w", "d_x d_y d_w")),
     Case("clifford_connected", TF32, fk.fk_clifford(**MULTIVECTORS), dict(x=64, y=64, w=320), clifford,
@@ -194,9 +226,9 @@ class Memory:
 
 
 def packed(values, type):
-    """The bytes of numbers, rounded to the type; whole numbers are labels."""
+    """The bytes of numbers, rounded to the type; whole numbers are labels, or offsets."""
     if isinstance(values[0], int):
-        return struct.pack(f"{len(values)}q", *values)
+        return struct.pack(f"{len(values)}{'i' if values is OFFSETS else 'q'}", *values)
     if type == BF16:
         return b"".join(struct.pack("f", value)[2:] for value in values)
     return struct.pack(f"{len(values)}{'e' if type == FP16 else 'f'}", *values)
@@ -242,7 +274,7 @@ def test(loaded, memory, case):
     def numbers(count, least=-1):
         return unpacked(packed([draw.uniform(least, 1) for _ in range(count)], case.type), case.type)
 
-    values = {name: LABELS if name == "labels" else numbers(size, 0 if name in ("mass", "evalues", "times") else -1)
+    values = {name: INDICES[name] if name in INDICES else numbers(size, 0 if name in ("mass", "evalues", "times") else -1)
               for name, size in case.inputs.items()}
     results = case.formula(**values)
     steps, incoming = [("forward", " ".join(case.inputs), results, case.description)], {}

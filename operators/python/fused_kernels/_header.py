@@ -11,8 +11,11 @@ FK_LABEL_INT64, FK_LABEL_INT32 = 0, 1  # fk_label_type
  FK_DIFFUSION_FORWARD, FK_DIFFUSION_BACKWARD, FK_SOFTMAX_FORWARD, FK_SOFTMAX_BACKWARD, FK_GRADIENTS_FORWARD,
  FK_GRADIENTS_BACKWARD, FK_CLIFFORD_FORWARD, FK_CLIFFORD_BACKWARD, FK_CLIFFORD_CONNECTED_FORWARD,
  FK_CLIFFORD_CONNECTED_BACKWARD, FK_CROSS_ENTROPY_FORWARD, FK_CROSS_ENTROPY_BACKWARD,
- FK_ATTENTION_BACKWARD, FK_PRODUCT_BIAS_FORWARD, FK_PRODUCT_BACKWARD) = range(1, 21)  # fk_function
+ FK_ATTENTION_BACKWARD, FK_PRODUCT_BIAS_FORWARD, FK_PRODUCT_BACKWARD, FK_DIFFUSION_RAGGED_FORWARD,
+ FK_DIFFUSION_RAGGED_BACKWARD, FK_GRADIENTS_RAGGED_FORWARD, FK_GRADIENTS_RAGGED_BACKWARD) = range(1, 25)  # fk_function
 (FK_GATE_SIGMOID, FK_GATE_SILU, FK_GATE_GELU, FK_GATE_GELU_TANH, FK_GATE_RELU, FK_GATE_NONE) = range(6)  # fk_gate
+FK_BLADES_FIRST, FK_BLADES_LAST = 0, 1  # fk_layout
+FK_ORDER_GRADE, FK_ORDER_BITS, FK_ORDER_SHORTLEX, FK_ORDER_NULL_FIRST = range(4)  # fk_order
 
 INT, INT64, SIZE, POINTER = ctypes.c_int, ctypes.c_int64, ctypes.c_size_t, ctypes.c_void_p
 
@@ -39,9 +42,9 @@ fk_attention_gradients = _struct(
     (ctypes.c_float, "scale"), (INT64, "deterministic"))
 fk_diffusion = _struct("fk_diffusion", (SIZE, "size"), (INT, "type"), (INT64, "meshes vertices eigen width"))
 fk_softmax = _struct("fk_softmax", (SIZE, "size"), (INT, "type"), (INT64, "rows inputs classes"), (INT, "label_type"))
-fk_gradients = _struct("fk_gradients", (SIZE, "size"), (INT, "type"), (INT64, "vertices eigen width"))
+fk_gradients = _struct("fk_gradients", (SIZE, "size"), (INT, "type"), (INT64, "vertices eigen width meshes"))
 fk_clifford = _struct("fk_clifford", (SIZE, "size"), (INT, "type p q r normed"), (INT64, "batch features"),
-                      (INT, "gate unweighted weight_type"))
+                      (INT, "gate unweighted weight_type unused layout order"))
 STRUCTS = {each.__name__: each for each in
            (fk_strides, fk_product, fk_gating, fk_attention, fk_attention_gradients, fk_diffusion, fk_softmax,
             fk_gradients, fk_clifford)}

@@ -247,6 +247,14 @@ def gradients_by_products(calls, operands, numbers, d, needed):
             "d_bias": d.flatten(0, -2).sum(0) if "bias" in needed else None}
 
 
+def type_of_meshes(fields, operands, numbers):
+    """Of a diffusion or of gradient features; where meshes differ in their sizes there are offsets."""
+    if "ends" in fields:
+        check(fields["ends"] == fields["meshes"] + 1,
+              f"offsets has {fields['ends']} elements; of {fields['meshes']} meshes it has to have one more")
+    return type_of_product(fields, operands, numbers, "basis" if "basis" in operands else "gr")
+
+
 def type_of_labels(fields, operands, numbers):
     return {"label_type": LABELS[nameof(operands["labels"])]}
 
@@ -299,12 +307,26 @@ ATTENTION = Operator(
     finish=scale_of_attention, autocast=lambda *numbers: True, backward="attention_backward")
 
 DIFFUSION = Operator(
-    name="diffusion", function="fk_diffusion_forward", struct=fk_diffusion, types=BRAIN,
+    name="diffusion", function="fk_diffusion_forward", struct=fk_diffusion, types=HALF | BRAIN | SINGLE,
     reads="x basis mass evalues times", writes="spectral out", returns="out spectral",
     shapes=dict(x="meshes? vertices width", basis="meshes? vertices eigen", mass="meshes? vertices",
                 evalues="meshes? eigen", times="width", spectral="meshes? eigen width", out="meshes? vertices width"),
-    given=lambda: {"meshes": 1}, backward="diffusion_backward",
+    numbers=dict(math=("str", "fp32")), given=lambda math: {"meshes": 1}, finish=type_of_meshes,
+    backward="diffusion_backward",
     refusal="the diffusion has no gradient of basis, mass or evalues; call detach() on them")
+
+
+def ragged(row, shapes):
+    """The same of meshes that differ in their sizes. Vertices are those of all meshes together."""
+    name = f"{row.name}_ragged"
+    return dataclasses.replace(
+        row, name=name, function=row.function.replace("_forward", "_ragged_forward"), reads=f"{row.reads} offsets",
+        shapes=dict(shapes, offsets="ends"), dtypes=dict(offsets="int32"), given=None, backward=f"{name}_backward")
+
+
+DIFFUSION_RAGGED = ragged(DIFFUSION, dict(
+    x="vertices width", basis="vertices eigen", mass="vertices", evalues="meshes eigen", times="width",
+    spectral="meshes eigen width", out="vertices width"))
 
 SOFTMAX = Operator(
     name="softmax", function="fk_softmax_forward", struct=fk_softmax, types=HALF | BRAIN | SINGLE, reads="x w",
@@ -320,12 +342,17 @@ CROSS_ENTROPY = Operator(
     finish=type_of_labels, backward="cross_entropy_backward")
 
 GRADIENT_FEATURES = Operator(
-    name="gradient_features", function="fk_gradients_forward", struct=fk_gradients, types=BRAIN,
+    name="gradient_features", function="fk_gradients_forward", struct=fk_gradients, types=HALF | BRAIN | SINGLE,
     reads="x gr gi lr li", writes="out",
-    shapes=dict(x="eigen width", gr="vertices eigen", gi="vertices eigen", lr="width width", li="width width",
-                out="vertices width"),
+    shapes=dict(x="meshes? eigen width", gr="meshes? vertices eigen", gi="meshes? vertices eigen", lr="width width",
+                li="width width", out="meshes? vertices width"),
+    numbers=dict(math=("str", "fp32")), given=lambda math: {"meshes": 1}, finish=type_of_meshes,
     backward="gradient_features_backward",
     refusal="the gradient features have no gradient of gr or gi; call detach() on them")
+
+FEATURES_RAGGED = ragged(GRADIENT_FEATURES, dict(
+    x="meshes eigen width", gr="vertices eigen", gi="vertices eigen", lr="width width", li="width width",
+    out="vertices width"))
 
 CLIFFORD = Operator(
     name="clifford", function="fk_clifford_forward", struct=fk_clifford, types=SINGLE, reads="x y w", writes="out",
@@ -355,6 +382,10 @@ OPERATORS = {each.name: each for each in (
     DIFFUSION,
     gradients_of(DIFFUSION, "fk_diffusion_backward", "d_out d_spectral basis mass evalues times spectral",
                  "d_x d_times", "the diffusion", first="d_out basis mass evalues times"),
+    DIFFUSION_RAGGED,
+    gradients_of(DIFFUSION_RAGGED, "fk_diffusion_ragged_backward",
+                 "d_out d_spectral basis mass evalues times spectral offsets", "d_x d_times", "the diffusion",
+                 first="d_out basis mass evalues times"),
     SOFTMAX,
     gradients_of(SOFTMAX, "fk_softmax_backward", "d_probs x w probs", "d_x d_w", "softmax(x w)"),
     CROSS_ENTROPY,
@@ -362,6 +393,9 @@ OPERATORS = {each.name: each for each in (
                  "the cross-entropy of softmax(x w)"),
     GRADIENT_FEATURES,
     gradients_of(GRADIENT_FEATURES, "fk_gradients_backward", "d_out x gr gi lr li", "d_x d_lr d_li",
+                 "the gradient features"),
+    FEATURES_RAGGED,
+    gradients_of(FEATURES_RAGGED, "fk_gradients_ragged_backward", "d_out x gr gi lr li offsets", "d_x d_lr d_li",
                  "the gradient features"),
     CLIFFORD,
     gradients_of(CLIFFORD, "fk_clifford_backward", "d_out x y w", "d_x d_y d_w", "the Clifford product"),

@@ -7,17 +7,14 @@ same seed the same weights are drawn.
     net = DiffusionNet(C_in=16, C_out=8).cuda()
     mesh = net.mesh(mass, evals, evecs, gradX, gradY)  # once a mesh
     out = net(x, mesh)  # or, as the original: net(x, mass, L, evals, evecs, gradX, gradY)
+    several = net.mesh([mass_1, mass_2], [evals_1, evals_2], ...)  # of any sizes; x has the vertices of both
 
 Only the spectral method is here. Between the two transforms everything has a row per eigenvector, not per vertex: of
 gradX and gradY only gr = gradX evecs and gi = gradY evecs are needed, (vertices, eigen), and the gradients' weights are
-applied to the spectrum. What computes it:
-
-- torch.bfloat16, on a GPU, where eigen and C_width are multiples of 8, at most 256 and 512: diffusion() and
-  gradient_features(), forward and backward. They read mass, evals and times in bf16, too.
-- torch.float32, on a GPU: product(..., math="tf32x3"), forward and backward. It is about as accurate as PyTorch's
-  product in fp32, which runs on the CUDA cores, while this one runs on tensor cores. An odd number of eigenvectors
-  leaves the gradients to PyTorch's.
-- all else (the CPU, torch.float64, torch.float16, other sizes): PyTorch's products, by the same formulas.
+applied to the spectrum. On a GPU, in torch.float32, torch.bfloat16 and torch.float16, diffusion() and
+gradient_features() compute it, forward and backward. They read mass, evals and times in that type, too, and multiply
+fp32 with math="tf32x3": that is about as accurate as PyTorch's products in fp32, which run on the CUDA cores, while
+these run on tensor cores. All else, the CPU and torch.float64, are PyTorch's products, by the same formulas.
 
 The type is that of the weights, or the one of torch.autocast. Linear layers are torch.nn.Linear everywhere. There are
 gradients of x and of all parameters, but none of the mesh."""
@@ -57,22 +54,56 @@ def spectral_gradients(gradX, gradY, evecs):
 
 
 class Mesh(typing.NamedTuple):
-    """What the method mesh() of a network or a block returns, in the network's type. The operators read gr and gi. In
-    fp32, and where there are no operators, these are None, and products read the rest: `basis_t` is evecs^T, and
-    `gradients` the matrix [[gr, -gi], [gi, gr]], which multiplies complex numbers. Its first columns are gr and gi."""
+    """What the method mesh() of a network or a block returns, in the network's type. gr and gi are gradX evecs and
+    gradY evecs, if the network has gradient features.
+
+    Of meshes that differ in their sizes all vertices are in one dimension, evals are (meshes, eigen), and `offsets`
+    (meshes + 1) say where each mesh begins and the last one ends. Where there are no operators, `parts` are the meshes
+    one by one."""
 
     mass: typing.Any
     evals: typing.Any
     evecs: typing.Any
     gr: typing.Any = None
     gi: typing.Any = None
-    basis_t: typing.Any = None
-    gradients: typing.Any = None
-    gradients_t: typing.Any = None
+    offsets: typing.Any = None
+    parts: typing.Any = None
+
+    def split(self, x):
+        """The rows of x that each of the parts has."""
+        return x.split([len(each.mass) for each in self.parts])
+
+
+def _meshes_of(block, *lists):
+    """Of lists with a tensor for each mesh: mass, evals, evecs, gradX, gradY."""
+    count = len(lists[0])
+    check(count > 0 and all(each is None or len(each) == count for each in lists),
+          f"there are {[None if each is None else len(each) for each in lists]} tensors; of mass, evals, evecs and, if "
+          "they are given, gradX and gradY there has to be one for each mesh")
+    parts = [_tensors_of(block, *(None if each is None else each[at] for each in lists)) for at in range(count)]
+    for mass, evals, *_ in parts:
+        check(mass.dim() == 1, f"mass has the shape {tuple(mass.shape)}; in a list it has to have 1 dimension")
+        check(len(evals) == len(parts[0][1]),
+              f"evals has the shape {tuple(evals.shape)}; all meshes have to have {len(parts[0][1])} eigenvectors")
+    mass, evals, evecs, *pair = zip(*parts)
+    together = torch.cat(mass), torch.stack(evals), torch.cat(evecs)
+    ends = [0]
+    for each in mass:
+        ends.append(ends[-1] + len(each))
+    offsets = torch.tensor(ends, dtype=torch.int32, device=together[0].device)
+    mesh = Mesh(*together, *map(torch.cat, pair), offsets=offsets)
+    return mesh if _has_operators(mesh) else mesh._replace(parts=[Mesh(*each) for each in parts])
 
 
 def _mesh_of(block, mass, evals, evecs, gradX, gradY):
-    """Of tensors in any type."""
+    """Of tensors in any type, or of lists of such."""
+    if isinstance(mass, (list, tuple)):
+        return _meshes_of(block, mass, evals, evecs, gradX, gradY)
+    return Mesh(*_tensors_of(block, mass, evals, evecs, gradX, gradY))
+
+
+def _tensors_of(block, mass, evals, evecs, gradX, gradY):
+    """mass, evals, evecs, and, if the block needs them, gr and gi, in its type."""
     for name, each in ("mass", mass), ("evals", evals), ("evecs", evecs):
         check(each is not None, f"{name} is missing: the spectral method needs mass, evals and evecs")
     check(evecs.dim() in (2, 3), f"evecs has the shape {tuple(evecs.shape)}; it has to have 2 or 3 dimensions")
@@ -81,17 +112,8 @@ def _mesh_of(block, mass, evals, evecs, gradX, gradY):
         check(tuple(each.shape) == shape, f"{name} has the shape {tuple(each.shape)}; it has to be {shape}")
     if any(each is not None and each.requires_grad for each in (mass, evals, evecs, gradX, gradY)):
         raise RuntimeError("DiffusionNet has no gradient of mass, evals, evecs, gradX or gradY; call detach() on them")
-    dtype, device = _type_of(block), evecs.device
     pair = spectral_gradients(gradX, gradY, evecs) if block.with_gradient_features else ()
-    mass, evals, evecs, *pair = (each.to(dtype).contiguous() for each in (mass, evals, evecs, *pair))
-    if _has_operators(dtype, device, eigen, block.C_width):
-        return Mesh(mass, evals, evecs, *pair)
-    basis_t, gradients, gradients_t = evecs.mT.contiguous(), None, None
-    if pair:
-        gr, gi = pair
-        gradients = torch.cat((torch.cat((gr, -gi), -1), torch.cat((gi, gr), -1)), -2)
-        gradients_t = gradients.mT.contiguous()
-    return Mesh(mass, evals, evecs, None, None, basis_t, gradients, gradients_t)
+    return [each.to(_type_of(block)).contiguous() for each in (mass, evals, evecs, *pair)]
 
 
 def _type_of(block):
@@ -101,48 +123,13 @@ def _type_of(block):
     return torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else weight.dtype
 
 
-def _has_operators(dtype, device, eigen, width):
-    return (dtype == torch.bfloat16 and device.type == "cuda" and eigen % 8 == 0 and width % 8 == 0 and eigen <= 256
-            and width <= 512)
+def _has_operators(mesh):
+    return mesh.evecs.is_cuda and mesh.evecs.dtype != torch.float64
 
 
-def _times(matrix, transposed, x):
-    """matrix x, where the matrix is a mesh's own, so that only x has a gradient."""
-    x = x.to(matrix.dtype)
-    # A matrix of the first columns of another one is read where its rows are multiples of 16 bytes apart.
-    if matrix.is_cuda and matrix.dtype == torch.float32 and (matrix.is_contiguous() or matrix.stride(-2) % 4 == 0):
-        return _Times.apply(matrix, transposed, x)
-    return matrix @ x
-
-
-class _Times(torch.autograd.Function):
-    """The library reads no transposed matrix. A mesh's matrix is transposed once, and the gradient is a product of the
-    same kind."""
-
-    @staticmethod
-    def forward(ctx, matrix, transposed, x):
-        ctx.save_for_backward(transposed)
-        return _product(matrix, x)
-
-    @staticmethod
-    def backward(ctx, d):
-        transposed, = ctx.saved_tensors
-        return None, None, _product(transposed, d)
-
-
-def _product(matrix, x):
-    """One product, or one for each mesh."""
-    x = x.contiguous()
-    if x.dim() == 2:
-        return calls["product"](matrix, x, "tf32x3")
-    results = [calls["product"](one, other, "tf32x3") for one, other in zip(_aligned(matrix), _aligned(x))]
-    return torch.stack(results) if len(results) > 1 else results[0].unsqueeze(0)
-
-
-def _aligned(matrices):
-    """The matrices one by one, each of which begins at a multiple of 16 bytes."""
-    is_so = len(matrices) == 1 or matrices.stride(0) % 4 == 0
-    return [each if is_so else each.clone() for each in matrices.unbind()]
+def _math_of(dtype):
+    """How operators multiply."""
+    return "tf32x3" if dtype == torch.float32 else "fp32"
 
 
 # ---- The parts of a block --------------------------------------------------------------------------------------------
@@ -163,12 +150,18 @@ class LearnedTimeDiffusion(torch.nn.Module):
         self.diffusion_time.data.clamp_(min=1e-8)
         dtype = mesh.evecs.dtype
         x = x.to(dtype)
-        if mesh.basis_t is None:
-            return calls["diffusion"](x.contiguous(), mesh.evecs, mesh.mass, mesh.evals, self.diffusion_time.to(dtype))
+        if mesh.parts is not None:
+            diffused, spectral = zip(*map(self, mesh.split(x), mesh.parts))
+            return torch.cat(diffused), torch.stack(spectral)
+        if _has_operators(mesh):
+            operands = x.contiguous(), mesh.evecs, mesh.mass, mesh.evals, self.diffusion_time.to(dtype)
+            if mesh.offsets is not None:
+                return calls["diffusion_ragged"](*operands, mesh.offsets, _math_of(dtype))
+            return calls["diffusion"](*operands, _math_of(dtype))
         wide = torch.promote_types(dtype, torch.float32)
         damping = torch.exp(-mesh.evals.to(wide).unsqueeze(-1) * self.diffusion_time.to(wide)).to(dtype)
-        spectral = damping * _times(mesh.basis_t, mesh.evecs, mesh.mass.unsqueeze(-1) * x)
-        return _times(mesh.evecs, mesh.basis_t, spectral), spectral
+        spectral = damping * (mesh.evecs.mT @ (mesh.mass.unsqueeze(-1) * x))
+        return mesh.evecs @ spectral, spectral
 
 
 class SpatialGradientFeatures(torch.nn.Module):
@@ -182,17 +175,16 @@ class SpatialGradientFeatures(torch.nn.Module):
 
     def forward(self, spectral, mesh):
         """Of the spectrum of what was diffused."""
-        if mesh.gr is not None:
+        if _has_operators(mesh):
             return self._by_operators(spectral, mesh)
-        eigen = mesh.evecs.shape[-1]
-        pair = mesh.gradients[..., :eigen], mesh.gradients_t[..., :eigen, :]  # of gr above gi
-        own = _times(*pair, spectral)
-        if self.with_gradient_rotations:
-            weighted = torch.cat((self.A_re(spectral), self.A_im(spectral)), -2)
-            others = _times(mesh.gradients, mesh.gradients_t, weighted)
-        else:
-            others = _times(*pair, self.A(spectral))
-        return torch.tanh((own * others).unflatten(-2, (2, mesh.evecs.shape[-2])).sum(-3))
+        if mesh.parts is not None:
+            return torch.cat(list(map(self, spectral, mesh.parts)))
+        xr, xi = mesh.gr @ spectral, mesh.gi @ spectral
+        if not self.with_gradient_rotations:
+            weighted = self.A(spectral)
+            return torch.tanh(xr * (mesh.gr @ weighted) + xi * (mesh.gi @ weighted))
+        re, im = self.A_re(spectral), self.A_im(spectral)
+        return torch.tanh(xr * (mesh.gr @ re - mesh.gi @ im) + xi * (mesh.gi @ re + mesh.gr @ im))
 
     def _by_operators(self, spectral, mesh):
         if self.with_gradient_rotations:
@@ -200,11 +192,10 @@ class SpatialGradientFeatures(torch.nn.Module):
         else:
             weight = self.A.weight.to(spectral.dtype)
             weights = [weight, torch.zeros_like(weight)]
-        features = calls["gradient_features"]
-        if spectral.dim() == 2:
-            return features(spectral, mesh.gr, mesh.gi, *weights)
-        return torch.stack([features(*each, *weights)
-                            for each in zip(spectral.unbind(), mesh.gr.unbind(), mesh.gi.unbind())])
+        operands, math = (spectral, mesh.gr, mesh.gi, *weights), _math_of(spectral.dtype)
+        if mesh.offsets is not None:
+            return calls["gradient_features_ragged"](*operands, mesh.offsets, math)
+        return calls["gradient_features"](*operands, math)
 
 
 class MiniMLP(torch.nn.Sequential):
@@ -244,8 +235,9 @@ class DiffusionNetBlock(torch.nn.Module):
     def forward(self, x_in, mass, L=None, evals=None, evecs=None, gradX=None, gradY=None):
         """Shapes: x_in and the result (vertices, C_width), mass (vertices), evals (eigen), evecs (vertices, eigen),
         gradX and gradY (vertices, vertices), sparse or dense, or what spectral_gradients() has made of them; or all
-        have one dimension more, before these, for several meshes. `mass` may be what mesh() has returned. L is not
-        read."""
+        have one dimension more, before these, for several meshes. Meshes that differ in their sizes are lists of such
+        tensors, one for each mesh, and x_in and the result have the vertices of all, one mesh after another. `mass`
+        may be what mesh() has returned. L is not read."""
         mesh = mass if isinstance(mass, Mesh) else self.mesh(mass, evals, evecs, gradX, gradY)
         _check_operands(x_in, self.C_width, mesh, self)
         diffused, spectral = self.diffusion(x_in, mesh)
@@ -265,7 +257,7 @@ def _check_operands(x, width, mesh, block):
     if mesh.evecs.dtype != dtype:
         raise ValueError(f"the mesh is of {mesh.evecs.dtype}, but the network computes in {dtype}; make it by mesh() "
                          "again")
-    if block.with_gradient_features and mesh.gr is None and mesh.gradients is None:
+    if block.with_gradient_features and mesh.gr is None:
         raise ValueError("the mesh has no gradX and gradY, which the gradient features need")
 
 
@@ -307,8 +299,9 @@ class DiffusionNet(torch.nn.Module):
     def forward(self, x_in, mass, L=None, evals=None, evecs=None, gradX=None, gradY=None, edges=None, faces=None):
         """Shapes: x_in (vertices, C_in); mass, evals, evecs, gradX and gradY as DiffusionNetBlock.forward() has them;
         edges (edges, 2) and faces (faces, 3), torch.int64, of which one is needed if outputs are there. The result has
-        a row of C_out for each vertex, edge or face. All may have one dimension more, before these, for several meshes.
-        L is not read."""
+        a row of C_out for each vertex, edge or face. All may have one dimension more, before these, for several meshes;
+        of meshes that differ in their sizes, of which mass, evals, evecs, gradX and gradY are lists, they have not, and
+        edges and faces count the vertices of all meshes. L is not read."""
         corners = {"edges": edges, "faces": faces}.get(self.outputs_at)
         if x_in.dim() not in (2, 3) or x_in.shape[-1] != self.C_in:
             raise ValueError(f"x_in has the shape {tuple(x_in.shape)}; it has to be (vertices, {self.C_in}), or that "

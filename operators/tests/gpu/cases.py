@@ -596,6 +596,100 @@ def gradient_features_backward(vertices, eigen, width):
                 operands, check_features_backward)
 
 
+# ---- Meshes that differ in their sizes ----------------------------------------------------------------------------
+
+
+def by_mesh(formula, x, *operands):
+    """A formula in fp64 of several meshes; the last operand are the offsets. Of the features x is of the spectrum."""
+    *others, offsets = operands
+    results = []
+    for mesh, (begin, end) in enumerate(zip(offsets.tolist(), offsets.tolist()[1:])):
+        own = slice(begin, end)
+        if formula is diffusion_in_fp64:
+            basis, mass, evalues, times = others
+            results.append(formula(x[own], basis[own], mass[own], evalues[mesh], times))
+        else:
+            gr, gi, *weights = others
+            results.append((formula(x[mesh], gr[own], gi[own], *weights),))
+    out, *spectral = zip(*results)
+    return (torch.cat(out), *map(torch.stack, spectral))
+
+
+def offsets_of(sizes):
+    return torch.tensor([sum(sizes[:mesh]) for mesh in range(len(sizes) + 1)], dtype=torch.int32, device="cuda")
+
+
+def check_ragged(formula):
+    def check(operands, result):
+        expected = by_mesh(formula, *(each.double() for each in operands[:-1]), operands[-1])
+        for one, other in zip(tensors(result), expected, strict=True):
+            alike(one, other, 4)
+    return check
+
+
+def check_ragged_backward(formula, at, results):
+    """at: of which operands of forward there are gradients. results: how many forward has."""
+    def check(operands, found):
+        d, doubles = operands[:results], [each.double() for each in operands[results:-1]]
+        if formula is diffusion_in_fp64:  # x is none of the operands, and d_times comes of the spectral that is
+            basis, mass, evalues, times, spectral = doubles
+            ends = operands[-1].tolist()
+            each = [gradient_sizes(d[0][begin:end].double(), d[1][mesh].double(), basis[begin:end], mass[begin:end],
+                                   evalues[mesh], times, spectral[mesh])
+                    for mesh, (begin, end) in enumerate(zip(ends, ends[1:]))]
+            expected = torch.cat([one[0] for one in each]), sum(one[1] for one in each)
+        else:
+            leaves = [doubles[i].requires_grad_() for i in at]
+            expected = torch.autograd.grad(by_mesh(formula, *doubles, operands[-1]), leaves, [d[0].double()])
+        for one, other in zip(found, expected, strict=True):
+            alike(one, other, 16)
+    return check
+
+
+def diffusion_ragged(sizes, eigen, width):
+    def operands(seed=0):
+        x = numbers(sum(sizes), width, dtype=BF16, seed=seed)
+        basis, mass, _, times = mesh((), sum(sizes), eigen, width, seed)
+        return x, basis, mass, 2 * numbers(len(sizes), eigen, dtype=BF16, seed=seed + 3).abs(), times, offsets_of(sizes)
+
+    return Case(f"diffusion_ragged-{len(sizes)}x{eigen}x{width}", fused_kernels.diffusion, operands,
+                check_ragged(diffusion_in_fp64), (0, 4))
+
+
+def diffusion_ragged_backward(sizes, eigen, width):
+    forward = diffusion_ragged(sizes, eigen, width)
+
+    def operands(seed=0):
+        d_out, *others, offsets = forward.operands(seed)
+        d_spectral, spectral = (numbers(len(sizes), eigen, width, dtype=BF16, seed=seed + i) for i in (5, 6))
+        return d_out, d_spectral, *others, spectral, offsets
+
+    return Case(forward.name.replace("ragged", "ragged_backward"), fused_kernels.diffusion_backward, operands,
+                check_ragged_backward(diffusion_in_fp64, (), 2))
+
+
+def features_ragged(sizes, eigen, width):
+    def operands(seed=0):
+        x = numbers(len(sizes), eigen, width, dtype=BF16, seed=seed + 1)
+        return x, *tangents(sum(sizes), eigen, width, seed)[1:], offsets_of(sizes)
+
+    return Case(f"gradient_features_ragged-{len(sizes)}x{eigen}x{width}", fused_kernels.gradient_features, operands,
+                check_ragged(features_in_fp64), (0, 3, 4))
+
+
+def features_ragged_backward(sizes, eigen, width):
+    forward = features_ragged(sizes, eigen, width)
+
+    def operands(seed=0):
+        return numbers(sum(sizes), width, dtype=BF16, seed=seed), *forward.operands(seed)
+
+    return Case(forward.name.replace("ragged", "ragged_backward"), fused_kernels.gradient_features_backward, operands,
+                check_ragged_backward(features_in_fp64, (0, 3, 4), 1))
+
+
+RAGGED = diffusion_ragged, diffusion_ragged_backward, features_ragged, features_ragged_backward
+
+
 # ---- Clifford products --------------------------------------------------------------------------------------------
 
 
@@ -686,15 +780,20 @@ def clifford_backward(batch, features, signature=(3, 0, 0), normed=True):
 
 def geometric_in_fp64(x, y, w, signature, gate, norm, layout, order):
     """As fused_kernels.geometric_product() has it, of fp64."""
-    every = range(2**sum(signature))
-    vectors = {bits: [v for v in range(5) if bits >> v & 1] for bits in every}
-    own = sorted(every, key={"grade": lambda bits: (bits.bit_count(), bits), "bits": lambda bits: bits,
-                             "shortlex": lambda bits: (len(vectors[bits]), vectors[bits])}[order])
-    theirs = sorted(every, key=lambda bits: (bits.bit_count(), bits))
+    every, null = range(2**sum(signature)), range(sum(signature[:2]), sum(signature))
+    first = {v: -1 if order == "null_first" and v in null else 0 for v in range(5)}
+    words = {bits: sorted((first[v], v) for v in range(5) if bits >> v & 1) for bits in every}
+    keys = {"grade": lambda bits: (bits.bit_count(), bits), "bits": lambda bits: bits}
+    own = sorted(every, key=keys.get(order, lambda bits: (len(words[bits]), words[bits])))
+    theirs = sorted(every, key=keys["grade"])
+    # Of a word's letters each pair that does not ascend is a swap, and so a sign.
+    signs = torch.tensor([(-1.0)**sum(a > b for i, (_, a) in enumerate(words[bits]) for _, b in words[bits][i:])
+                          for bits in theirs], dtype=torch.float64, device=x.device)[:, None, None]
     if layout == "blades_last":
         x, y = (each.permute(2, 0, 1) for each in (x, y))
-    x, y = (each[[own.index(bits) for bits in theirs]] for each in (x, y))
-    result = clifford_in_fp64(x, y, w, signature, norm, gate is not None)[[theirs.index(bits) for bits in own]]
+    x, y = (each[[own.index(bits) for bits in theirs]] * signs for each in (x, y))
+    result = clifford_in_fp64(x, y, w, signature, norm, gate is not None) * signs
+    result = result[[theirs.index(bits) for bits in own]]
     return result.permute(1, 2, 0) if layout == "blades_last" else result
 
 
@@ -800,6 +899,7 @@ CASES = [
     *(softmax(*sizes) for sizes in ((1, 1, 1), (65, 7, 9), (5, 130, 133), (33, 65, 130), (3, 20, 9001),
                                     (2101, 12, 10))),
     *(make(*sizes) for make in (gradient_features, gradient_features_backward) for sizes in MESHES),
+    *(make(*sizes) for make in RAGGED for sizes in (((1,), 1, 1), ((70, 0, 3, 500), 24, 9), ((5,) * 100, 5, 24))),
     *(make(*sizes) for make in (clifford, clifford_backward)
       for sizes in ((1, 1), (5, 13), (300, 64), (65, 1024), (7, 1030), (3, 8192))),
     *(make(21, 40, signature) for make in (clifford, clifford_backward) for signature in fused_kernels.TRIPLES),
@@ -813,7 +913,12 @@ CASES = [
       for dtype in (BF16, FP16) for sizes in ((1, 8), (300, 64), (65, 1024), (7, 1032), (3, 8192), (5000, 16))),
     *(geometric(21, 40, signature, dtype, layout=layout, order=order, backward=backward) for backward in (False, True)
       for signature, dtype in (((3, 0, 0), FP32), ((3, 0, 1), BF16)) for layout in ("blades_first", "blades_last")
-      for order in ("grade", "bits", "shortlex")),
+      for order in ("grade", "bits", "shortlex", "null_first")),
+    *(geometric(*sizes, signature, dtype, layout="blades_last", order="null_first", gate=gate, backward=backward)
+      for backward in (False, True) for dtype in (FP32, BF16, FP16) for gate in (None, "gelu")
+      for sizes, signature in (((300, 16), (3, 0, 1)), ((1, 1), (1, 0, 0)), ((77, 5), (2, 1, 2)))),
+    *(geometric(65, 72, (3, 0, 1), dtype, weights, "gelu", True, "blades_last", "null_first", backward)
+      for backward in (False, True) for dtype, weights in ((FP32, FP32), (BF16, FP32), (FP16, None))),
     *(make(*sizes) for make in (clifford_connected, clifford_connected_backward)
       for sizes in ((1, 1), (5, 13), (300, 64), (1000, 260), (4096, 512), (20, 128, (2, 0, 0)),
                     (700, 130, (2, 0, 0), False))),
@@ -830,6 +935,7 @@ IN_TURN = [
                                                       (129, 257, 4, 2, 256))],
     *([make(*sizes) for sizes in ((5001, 128, 256), (1, 8, 8), (700, 32, 264))]
       for make in (diffusion, diffusion_backward, gradient_features, gradient_features_backward)),
+    *([make(*sizes) for sizes in (((700, 30), 24, 40), ((3,), 8, 8), ((20, 30, 50), 17, 12))] for make in RAGGED),
     *([make(*sizes, dtype) for sizes in ((1000, 516, 777), (65, 7, 9), (3, 20, 9001))] for dtype in (FP32, BF16)
       for make in (softmax, softmax_backward, cross_entropy, cross_entropy_backward)),
     *([make(65, features, signature) for features in (512, 64, 1024)]
@@ -842,6 +948,7 @@ EACH = [  # one of each function, of the product one of each type and math, and 
     gating(257, 136, 129, dtype=BF16, gate="silu", biases=False), gating(257, 136, 129, dtype=FP32, math="tf32"),
     attention(2, 129, 257, 4, 2, 64, BF16, causal=True), attention_backward(2, 129, 257, 4, 2, 64, BF16, causal=True),
     diffusion(1234, 64, 72, meshes=(2,)),
+    *(make((300, 40, 900), 64, 72) for make in RAGGED),
     diffusion_backward(1234, 64, 72, meshes=(2,)), softmax(129, 65, 257), gradient_features(1234, 64, 72),
     gradient_features_backward(1234, 64, 72), clifford(65, 72), clifford_backward(65, 72),
     gating_backward(257, 129, 136), softmax_backward(129, 65, 257), cross_entropy(129, 65, 257),

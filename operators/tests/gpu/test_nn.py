@@ -128,7 +128,7 @@ def counted(monkeypatch):
             return function(*arguments)
         return wrapper
 
-    for name in ("product", "diffusion", "gradient_features"):
+    for name in ("diffusion", "gradient_features", "diffusion_ragged", "gradient_features_ragged"):
         monkeypatch.setitem(nn.calls, name, count(name, nn.calls[name]))
     return counts
 
@@ -195,19 +195,16 @@ def test_outputs_and_gradients(kind, dtype, counted):
     found = results_of(net.to(dtype), x.to(dtype), mesh_of(1, FP32), d)
     assert all(each.dtype == dtype for each in found.values())
     check_results(found, most, exact)
-    features = kind != "no features"
-    expected = {"product": 32 if features else 16} if dtype == FP32 else {"diffusion": 4} | (
-        {"gradient_features": 4} if features else {})
-    assert counted == expected
+    assert counted == {"diffusion": 4} | ({} if kind == "no features" else {"gradient_features": 4})
 
 
 @pytest.mark.parametrize("width, eigen", [(36, 64), (32, 62), (32, 61), (7, 5)])
 @pytest.mark.parametrize("dtype", [FP32, BF16], ids=str)
-def test_sizes_that_operators_do_not_take(width, eigen, dtype, counted):
+def test_sizes_that_are_no_multiples_of_8(width, eigen, dtype, counted):
     net, x, d = network(2, width), random(642, INPUTS, seed=3), random(642, CLASSES, seed=4)
     most, exact = bounds(weights_of(net), x.double(), mesh_of(2, torch.float64, eigen), d.double(), MOST[dtype])
     check_results(results_of(net.to(dtype), x.to(dtype), mesh_of(2, FP32, eigen), d), most, exact)
-    assert not counted.keys() & {"diffusion", "gradient_features"}
+    assert counted == {"diffusion": 2, "gradient_features": 2}
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -252,6 +249,30 @@ def test_meshes_side_by_side(kind, dtype):
         one = results_of(net, x[:1].to(dtype), [part[:1] for part in meshes], d[:1])["out"]
         assert one.shape == (1, vertices, CLASSES)
         assert off(one[0], exact["out"][0]) <= 2 * most["out"]
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, FP32, BF16], ids=str)
+@pytest.mark.parametrize("kind", KINDS)
+def test_meshes_that_differ_in_their_sizes(kind, dtype, counted):
+    """Beside plain.py of each by itself."""
+    net, sizes = network(2, **KINDS[kind]), (642, 300, 1)
+    weights, most = weights_of(net), 0
+    x, d = random(sum(sizes), INPUTS, seed=3), random(sum(sizes), CLASSES, seed=4)
+    meshes, expected = [], []
+    for seed, (size, own_x, own_d) in enumerate(zip(sizes, x.split(sizes), d.split(sizes)), 1):
+        mass, evals, evecs, *pair = mesh_of(seed, torch.float64)
+        gradients = nn.spectral_gradients(*pair, evecs)
+        mesh = [mass[:size], evals, *(each[:size] for each in (evecs, *gradients))]
+        meshes.append(mesh)
+        own, exact = bounds(weights, own_x.double(), mesh, own_d.double(), MOST.get(dtype, 2.0**-36))
+        most = max(most, *own.values())
+        expected.append(exact)
+    together = {name: torch.cat([each[name] for each in expected]) if name in ("out", "x")
+                else sum(each[name] for each in expected) for name in expected[0]}
+    found = results_of(net.to(dtype), x.to(dtype), list(map(list, zip(*meshes))), d)
+    check_results(found, dict.fromkeys(together, most), together)
+    features = {} if kind == "no features" else {"gradient_features_ragged": 2}
+    assert counted == ({} if dtype == torch.float64 else {"diffusion_ragged": 2} | features)
 
 
 # ---- What forward takes -------------------------------------------------------------------------------------------
@@ -433,6 +454,11 @@ def refusals():
          with_mesh(1, lambda each: each[:63])),
         ("no evals", ValueError, "evals is missing: the spectral method needs", with_mesh(1, lambda each: None)),
         ("no evecs", ValueError, "evecs is missing: the spectral method needs", with_mesh(2, lambda each: None)),
+        ("a list that is too short", ValueError, r"there are \[1, 2, 1, 1, 1\] tensors; of mass, evals, evecs and, if",
+         lambda x, mesh: call(network(1), x, [[mesh[0]], [mesh[1]] * 2, *([each] for each in mesh[2:])])),
+        ("eigenvectors", ValueError, r"evals has the shape \(63,\); all meshes have to have 64 eigenvectors",
+         lambda x, mesh: network(1, with_gradient_features=False).mesh(
+             *([each, each[..., :63] if at else each] for at, each in enumerate(mesh[:3])))),
         ("no gradX", ValueError, "gradX is missing: the gradient features need", with_mesh(3, lambda each: None)),
         ("gradY", ValueError, r"gradY has the shape \(642, 63\); it has to be \(642, 642\), or, in the spectrum, "
          r"\(642, 64\)", with_mesh(4, lambda each: each.to_dense()[:, :63])),

@@ -26,7 +26,7 @@
 #include <cstdint>
 
 #include "operators/estimate.h"
-#include "operators/product/fp32_lanes.cuh"
+#include "operators/product/fp32/lanes.cuh"
 #include "operators/product/shape.h"
 #include "primitives/async_copy.cuh"
 #include "primitives/early_launch.cuh"
@@ -48,7 +48,6 @@ struct Fp32Block {
   static constexpr int TM = 8, TN = TN_;
   static constexpr int kThreadsX = BN / TN, kThreadsY = BM / TM;
   static constexpr int kThreads = kThreadsX * kThreadsY;
-  static constexpr int kMostRanges = 8;  ///< blocks that share a tile
   /// In shared memory are kStages tiles of A, transposed, then kStages of B.
   static constexpr int kStrideA = BM + 4, kTileA = BK * kStrideA, kTileB = BK * BN;
   static constexpr int kTiles = kStages * (kTileA + kTileB);
@@ -68,6 +67,10 @@ struct Fp32Block {
     return threadIdx.x / 32 / (kThreadsX / Lanes::kAcross) * Lanes::kDown + Lanes::y();
   }
 };
+
+/// So many blocks may share a tile of sums as long as `depth`. Of longer sums the tiles of fp32.cuh
+/// are the better ones.
+inline int most_fp32_ranges(int depth) { return depth <= 1024 ? 8 : 1; }
 
 /// What is multiplied: dense matrices.
 struct Fp32Matrices {
@@ -271,17 +274,17 @@ __global__ void __launch_bounds__(Tile::kThreads, Tile::kResident)
 
 /// What costs a multiprocessor cycles: fitted to shapes drawn at random, on an H200.
 struct Fp32BlockCosts {
-  static constexpr double kMultiply = 1.059;  ///< beside what 128 multiply-adds a cycle take
-  static constexpr double kCopy = 3.03;       ///< of a warp's copy
-  static constexpr double kStep = 2.4;        ///< of each step
-  static constexpr double kIssue = 1.18;      ///< a multiply-add of a warp, if it is alone
-  static constexpr double kWait = 123;        ///< more for each step of such a warp
-  static constexpr double kLatency = 837;     ///< until what is copied has come
-  static constexpr double kStored = 53;       ///< bytes of C that leave in a cycle
-  static constexpr double kRowStore = 0.086;  ///< more, where C is stored in rows, for each number
-  static constexpr double kMeet = 1526;       ///< of a cluster, for each doubling of its blocks
-  static constexpr double kSent = 0.093;      ///< of a number that is sent to another block
-  static constexpr double kLaunch = 2.4;      ///< microseconds
+  static constexpr double kMultiply = 0.990;  ///< of what 128 multiply-adds a cycle take
+  static constexpr double kCopy = 3.24;       ///< of a warp's copy
+  static constexpr double kStep = 34.4;       ///< of each step
+  static constexpr double kIssue = 1.11;      ///< a multiply-add of a warp, if it is alone
+  static constexpr double kWait = 149;        ///< more for each step of such a warp
+  static constexpr double kLatency = 902;     ///< until what is copied has come
+  static constexpr double kStored = 59;       ///< bytes of C that leave in a cycle
+  static constexpr double kRowStore = 0.029;  ///< more, where C is stored in rows, for each number
+  static constexpr double kMeet = 2114;       ///< of a cluster, for each doubling of its blocks
+  static constexpr double kSent = 0.097;      ///< of a number that is sent to another block
+  static constexpr double kLaunch = 2.32;     ///< microseconds
 };
 
 /// How long the product should take with this tile and so many ranges of k. A multiprocessor has up

@@ -49,8 +49,8 @@
 
 #include "operators/caller.h"
 #include "operators/estimate.h"
-#include "operators/product/fp32_blocks.cuh"
-#include "operators/product/fp32_lanes.cuh"
+#include "operators/product/fp32/blocks.cuh"
+#include "operators/product/fp32/lanes.cuh"
 #include "operators/product/shape.h"
 #include "primitives/async_copy.cuh"
 #include "primitives/early_launch.cuh"
@@ -569,9 +569,8 @@ class Fp32Product {
     if (!kAligned) offer<Fp32Tile<64, 64, 32, 8, 8, 3, 4, 2, kAligned, true>, kAligned>();
     offer_blocks<Fp32Block<64, 64, 8, 8, 5, 8>, kAligned>();
     offer_blocks<Fp32Block<64, 64, 8, 4, 4, 5>, kAligned>();
-    offer_blocks<Fp32Block<64, 32, 8, 4, 4, 8>, kAligned>();
     offer_blocks<Fp32Block<64, 128, 16, 8, 3, 4>, kAligned>();
-    offer_blocks<Fp32Block<128, 128, 16, 8, 3, 2>, kAligned>();
+    offer_blocks<Fp32Block<128, 32, 16, 4, 3, 4>, kAligned>();
   }
 
   /// A block for each tile or, where tiles are few, a cluster.
@@ -583,8 +582,11 @@ class Fp32Product {
     if (Tile::kSharedBytes > most_shared_bytes()) return;
     if (int64_t{Tile::BM} * shape.depth > INT_MAX) return;
     const int64_t tiles = int64_t{ceil_div(shape.rows, Tile::BM)} * ceil_div(shape.cols, Tile::BN);
-    const int most = has_clusters(kernel) ? std::min(Tile::kMostRanges, multiprocessors()) : 1;
-    for (int ranges = 1; ranges <= std::min(most, ceil_div(shape.depth, Tile::BK)); ranges *= 2) {
+    const int most = !has_clusters(kernel)
+                         ? 1
+                         : std::min({most_fp32_ranges(shape.depth), multiprocessors(),
+                                     ceil_div(shape.depth, Tile::BK)});
+    for (int ranges = 1; ranges <= most; ranges *= 2) {
       if (tiles * ranges > INT_MAX) return;
       const double microseconds = fp32_block_microseconds<Tile, kAligned>(shape, ranges);
       const WayId id = way_id({Tile::BM, Tile::BN, Tile::TM, Tile::TN, ranges});
@@ -598,8 +600,8 @@ class Fp32Product {
                    },
                    Tile::kSharedBytes};
       });
-      if (!wanted) continue;  // else what it needs is nothing
-      copied_ = ways_.most(copied_, false);
+      if (!wanted) continue;
+      copied_ = ways_.most(copied_, false);  // It needs no memory.
       blocks_ = ways_.most(blocks_, size_t{0});
       floats_ = ways_.most(floats_, size_t{0});
     }

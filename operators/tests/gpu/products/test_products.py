@@ -1,7 +1,9 @@
-"""product() of every shape and layout, on a GPU: `python3 -m pytest operators/tests/gpu/test_products.py -q`, as
+"""product() of every shape and layout, on a GPU: `python3 -m pytest operators/tests/gpu/products -q`, as
 test_pytorch.py."""
 
 import os
+import pathlib
+import sys
 
 import pytest
 
@@ -9,6 +11,7 @@ torch = pytest.importorskip("torch", reason="the functions of tensors need PyTor
 if not torch.cuda.is_available():
     pytest.skip("PyTorch sees no GPU", allow_module_level=True)
 
+sys.path.insert(0, str(pathlib.Path(__file__).resolve().parents[1]))
 import cases
 from cases import ANY_PRODUCTS, BF16, FP16, FP32, alike, fused_kernels, numbers
 
