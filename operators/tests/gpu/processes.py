@@ -98,7 +98,8 @@ def main():
           f"by {usual:.1e}")
     if options.json:
         record = {"device": {"name": torch.cuda.get_device_name()}, "pytorch": torch.__version__, "steps": STEPS,
-                  "first": one[0].item(), "last": one[-1].item(), "apart": apart, "two runs": usual}
+                  "first": one[0].item(), "last": one[-1].item(), "apart, %": 100 * apart,
+                  "two runs, %": 100 * usual}
         pathlib.Path(options.json).write_text(json.dumps(record, indent=2) + "\n")
     if not (apart < 2e-2 and one[-1] < 0.9 * one[0]):  # bf16 rounds by 4e-3
         sys.exit("The losses are further apart than roundings explain, or nothing was learnt.")

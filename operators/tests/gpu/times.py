@@ -1,5 +1,6 @@
 """Milliseconds on the GPU of each of fused_kernels' functions, beside PyTorch's own operators and torch.compile of
-these: `python3 operators/tests/gpu/times.py [--json FILE]`, where FUSED_KERNELS_LIBRARY names the library.
+these: `python3 operators/tests/gpu/times.py [--gates] [--json FILE]`, where FUSED_KERNELS_LIBRARY names the library.
+With --gates it is the gated layer alone, with each of its gates.
 
 Two rows an operator: forward, and forward with backward, of all gradients that the function has. Each is a CUDA graph,
 so that the host's time does not count. They take turns, each with a cold L2 cache; the median is shown.
@@ -57,6 +58,12 @@ def rows():
         ("connected Clifford product, 8 x 4096 x 512, tf32", cases.clifford_connected(4096, 512), clifford_by_pytorch),
         ("attention, 4 x 4096 x 16 x 128, bf16", attention, attention_by_pytorch),
     ]
+
+
+def gates():
+    """The same of the gated layer with each gate."""
+    layers = {gate: cases.gating(1 << 20, 128, 64, gate=gate) for gate in cases.GATES}
+    return [(gate, case, case.formula) for gate, case in layers.items()]
 
 
 def operands_of(case):
@@ -132,11 +139,13 @@ def measure(case, by_pytorch, backward, compiled=True):
 def main():
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--json", help="write a record to this file")
-    path = parser.parse_args().json
+    parser.add_argument("--gates", action="store_true", help="the gated layer with each gate, and nothing else")
+    options = parser.parse_args()
+    path = options.json
     print(f"{torch.cuda.get_device_name()}, PyTorch {torch.__version__}; ms, L2 cache cold, median of {SAMPLES}")
     print(f"{'':68}" + "".join(f"{name:>10}" for name in ("PyTorch", "compiled", "ours", "error", "PyTorch's")))
     problems = []
-    for name, case, by_pytorch in rows():
+    for name, case, by_pytorch in gates() if options.gates else rows():
         for backward in (False, True) if case.wants_gradients else (False,):
             torch.compiler.reset()
             torch.set_float32_matmul_precision("high" if name.endswith("tf32") else "highest")
