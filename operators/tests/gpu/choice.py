@@ -92,7 +92,7 @@ def attention_gradients(shape=None):
     if not shape:
         queries = size(64, 16384)
         keys = queries if random.random() < 0.7 else size(64, 16384)
-        batch, queries, keys, heads, kv_heads, width, causal = attention_shape((64, 64, 96, 128, 128), queries, keys)
+        batch, queries, keys, heads, kv_heads, width, causal = attention_shape((64, 64, 96, 128, 128, 192, 256), queries, keys)
         group = heads // kv_heads
         kv_heads = max(kv_heads, 4 // group)
         shape = batch, queries, keys, group * kv_heads, kv_heads, width, causal
