@@ -139,14 +139,16 @@ class BackwardLaunches {
 
   /// As many sequences side by side, in order, as make a block for each place, and as let two steps
   /// pass from the start of one of a sequence's blocks to that of the next one: it takes about a
-  /// step until the next block may add to the same part.
+  /// step until the next block may add to the same part. Then as many more as make groups of equal
+  /// size: in a small last group blocks would wait for each other, and multiprocessors be idle.
   template <class Tile, int kCluster>
   int64_t abreast(int64_t places) const {
     const int64_t steps = shape_.group() * ceil_div(shape_.queries, int64_t{Tile::kQueries});
     const int64_t most = std::max<int64_t>(1, shape_.causal ? steps / 2 : steps);
     const int64_t apart =
         std::min(2 * ceil_div(shape_.keys, int64_t{Tile::kKeys * kCluster}), most);
-    return std::min(sequences(), ceil_div(2 * places, apart));
+    const int64_t least = std::min(sequences(), ceil_div(2 * places, apart));
+    return ceil_div(sequences(), sequences() / least);
   }
 
   /// blocks: that a multiprocessor has at a time.
@@ -212,8 +214,7 @@ class AttentionBackward {
       using Tile = BackwardWideTile<T, 2, kInOrder>;  // in order by the copy engine
       return {kInOrder ? "wgmma, parts of d_q added up by the copy engine, in order"
                        : "wgmma, parts of d_q added up by atomics",
-              flops / 450e6,
-              [self = launches_] { self.template launch_wide<Tile, kInOrder>(); },
+              flops / 450e6, [self = launches_] { self.template launch_wide<Tile, kInOrder>(); },
               static_cast<int>(sizeof(BackwardWideShared<Tile>))};
     }
     if (is_hopper() && kWidth <= 128) {
