@@ -9,8 +9,8 @@
 // others store, and a barrier stops two warps, not eight. A block has one tile, and the hardware
 // gives the next tile to whichever multiprocessor has room first.
 //
-//   - A step has 8 or 16 k, and a stage some 4 to 12 KB. So all blocks have two or more stages under
-//     way, and a sum of 64 numbers already has 4 or 8 steps.
+//   - A step has 8 or 16 k, and a stage some 4 to 13 KB. So all blocks have two or more stages on
+//     their way, and a sum of 64 numbers already has 4 or 8 steps.
 //   - The step that has fewer k than the others is the first one. It is copied before the loop, so
 //     the loop copies without a question about k.
 //   - Where a multiprocessor has only a few tiles, a thread owns 8 x 4 elements: twice the warps.
@@ -192,8 +192,8 @@ __device__ void add_fp32_steps(float* tiles, const Fp32Matrices& of, int row0, i
 }
 
 /// Stores row number i of those that a thread owns, of the tile at (row0, col0). kAligned: C's rows
-/// are aligned to 16 bytes, and each thread stores four neighbours at once. Else the lanes of a warp
-/// store neighbours of a row (Fp32Lanes).
+/// are aligned to 16 bytes, and each thread stores four neighbours at once. Else the lanes of a
+/// warp store neighbours of a row (Fp32Lanes).
 template <class Tile, bool kAligned>
 __device__ void store_fp32_row(float* tiles, const float (&sum)[Tile::TN], const Fp32Matrices& to,
                                int row0, int col0, int i) {

@@ -1,5 +1,5 @@
-// How the lanes of a warp share a tile of C in fp32: what each reads of the factors, and how results
-// get from the threads, which own four neighbours of several rows, into rows.
+// How the lanes of a warp share a tile of C in fp32: what each reads of the factors, and how
+// results get from the threads, which own four neighbours of several rows, into rows.
 #pragma once
 
 #include <cuda_runtime.h>
