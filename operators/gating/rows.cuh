@@ -138,8 +138,8 @@ __device__ __forceinline__ void start_groups(Sum<kColumns>& sum, Left left, Acro
 /// x if its rows are multiples of 16 bytes: boxes of 64 rows by 64 columns, which the copy engine
 /// brings, zeros beyond M or K, and wgmma reads. A stage has `stage_boxes` of them.
 ///
-/// kAnyGate: the kernel has the gate that it gets as an argument, not a sigmoid. What that needs would
-/// take a layer with a sigmoid some per cent of its time.
+/// kAnyGate: the kernel has the gate that it gets as an argument, not a sigmoid. What that needs
+/// would take a layer with a sigmoid some per cent of its time.
 template <typename T, bool kAnyGate_>
 struct BoxedRows {
   using Element = T;

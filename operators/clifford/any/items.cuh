@@ -4,8 +4,8 @@
 // from one layout to another, for layers that need more than that.
 //
 // A thread owns an item, all of whose blades it has in registers. Where blades are neighbours, a
-// block's items are one piece of memory. Its threads copy this piece to shared memory, 16 bytes at a
-// time, neighbours beside neighbours; there each thread picks its own item. An item has one place
+// block's items are one piece of memory. Its threads copy this piece to shared memory, 16 bytes at
+// a time, neighbours beside neighbours; there each thread picks its own item. An item has one place
 // more than blades, so that the items of a warp begin in different banks. Without shared memory a
 // warp's loads of a blade would each touch 32 places that are an item apart.
 #pragma once

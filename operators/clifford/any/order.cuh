@@ -1,5 +1,5 @@
-// In which orders a caller may have the blades of a multivector, and in which sign. The kernels have
-// them by grade, those of a grade by their vectors as bits of a number (algebra.cuh).
+// In which orders a caller may have the blades of a multivector, and with which signs. The kernels
+// have them by grade, those of a grade by their vectors as bits of a number (algebra.cuh).
 #pragma once
 
 #include <cuda_runtime.h>
@@ -17,8 +17,8 @@ enum class Order : int {
   null_first  ///< shortlex, with the vectors whose square is 0 before the others
 };
 
-/// Where a caller has blade k of the kernels: at place[k], multiplied by -1 if bit k of `negative` is
-/// set. That is so where the vectors of a word stand in another order: e0 e1 is -e1 e0.
+/// Where a caller has blade k of the kernels: at place[k], multiplied by -1 if bit k of `negative`
+/// is set. That is so where the vectors of a word stand in another order: e0 e1 is -e1 e0.
 struct BladeOrder {
   uint8_t place[32];
   unsigned negative = 0;
