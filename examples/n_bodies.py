@@ -83,8 +83,8 @@ class Network(torch.nn.Module):
         self.messages = torch.nn.ModuleList(Layer(2 * FEATURES, FEATURES, product) for _ in range(2))
         self.updates = torch.nn.ModuleList(Layer(2 * FEATURES, FEATURES, product) for _ in range(2))
         self.leave = GradeLinear(FEATURES, 1)
-        self.register_buffer("to", torch.tensor([i for i, _ in PAIRS]), persistent=False)
-        self.come_from = [j for _, j in PAIRS]
+        self.register_buffer("receivers", torch.tensor([i for i, _ in PAIRS]), persistent=False)
+        self.senders = [j for _, j in PAIRS]
 
     def forward(self, charges, start, speed):
         systems = start.shape[0]
@@ -95,7 +95,7 @@ class Network(torch.nn.Module):
         h = self.enter(x.reshape(8, -1, 3))
         for message, update in zip(self.messages, self.updates):
             of_body = h.reshape(8, systems, BODIES, FEATURES)
-            pairs = torch.cat([of_body[:, :, self.to], of_body[:, :, self.come_from]], 3)
+            pairs = torch.cat([of_body[:, :, self.receivers], of_body[:, :, self.senders]], 3)
             sent = message(pairs.reshape(8, -1, 2 * FEATURES)).reshape(8, systems, BODIES, BODIES - 1, FEATURES)
             h = h + update(torch.cat([h, sent.mean(3).reshape(8, -1, FEATURES)], 2))
         moved = self.leave(h)[1:4, :, 0].reshape(3, systems, BODIES).permute(1, 2, 0)

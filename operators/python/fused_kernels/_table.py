@@ -240,8 +240,8 @@ def type_and_gate(fields, operands, numbers):
 
 
 def gradients_by_products(calls, operands, numbers, d, needed):
-    """Those of a product, or of a batch of them."""
-    a, b, math = operands["a"], operands["b"], numbers["math"]
+    """Those of a product, or of a batch of them. A gradient that is expanded, as that of a sum is, has to be copied."""
+    a, b, math, d = operands["a"], operands["b"], numbers["math"], d.contiguous()
     return {"d_a": calls["product"](d, b.mT, math) if "a" in needed else None,
             "d_b": calls["product"](a.mT, d, math) if "b" in needed else None,
             "d_bias": d.flatten(0, -2).sum(0) if "bias" in needed else None}
