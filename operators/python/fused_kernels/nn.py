@@ -11,10 +11,11 @@ same seed the same weights are drawn.
 
 Only the spectral method is here. Between the two transforms everything has a row per eigenvector, not per vertex: of
 gradX and gradY only gr = gradX evecs and gi = gradY evecs are needed, (vertices, eigen), and the gradients' weights are
-applied to the spectrum. On a GPU, in torch.float32, torch.bfloat16 and torch.float16, diffusion() and
-gradient_features() compute it, forward and backward. They read mass, evals and times in that type, too, and multiply
-fp32 with math="tf32x3": that is about as accurate as PyTorch's products in fp32, which run on the CUDA cores, while
-these run on tensor cores. All else, the CPU and torch.float64, are PyTorch's products, by the same formulas.
+applied to the spectrum. On a GPU, in torch.bfloat16 and torch.float16, diffusion() and gradient_features() compute it,
+forward and backward. They read mass, evals and times in that type, too. In torch.float32 they do so for lists of meshes
+alone; else product() multiplies, because backward that is faster. All fp32 is multiplied with math="tf32x3": that is
+about as accurate as PyTorch's products in fp32, which run on the CUDA cores, while these run on tensor cores. All else,
+the CPU and torch.float64, are PyTorch's products, by the same formulas.
 
 The type is that of the weights, or the one of torch.autocast. Linear layers are torch.nn.Linear everywhere. There are
 gradients of x and of all parameters, but none of the mesh."""
@@ -59,7 +60,7 @@ class Mesh(typing.NamedTuple):
 
     Of meshes that differ in their sizes all vertices are in one dimension, evals are (meshes, eigen), and `offsets`
     (meshes + 1) say where each mesh begins and the last one ends. Where there are no operators, `parts` are the meshes
-    one by one."""
+    one by one. `factors` are for products in fp32."""
 
     mass: typing.Any
     evals: typing.Any
@@ -68,10 +69,31 @@ class Mesh(typing.NamedTuple):
     gi: typing.Any = None
     offsets: typing.Any = None
     parts: typing.Any = None
+    factors: typing.Any = None
 
     def split(self, x):
         """The rows of x that each of the parts has."""
         return x.split([len(each.mass) for each in self.parts])
+
+
+class Factors(typing.NamedTuple):
+    """What products in fp32 read of a mesh: evecs^T; and, with gradient features, the matrix [[gr, -gi], [gi, gr]],
+    which multiplies complex numbers, and its transpose. The first columns of that matrix are gr above gi. The library
+    would copy a transposed factor in each call; so it is made once."""
+
+    basis_t: typing.Any
+    gradients: typing.Any = None
+    gradients_t: typing.Any = None
+
+
+def _with_factors(mesh):
+    if not mesh.evecs.is_cuda or mesh.evecs.dtype != torch.float32:
+        return mesh
+    gradients = ()
+    if mesh.gr is not None:
+        whole = torch.cat((torch.cat((mesh.gr, -mesh.gi), -1), torch.cat((mesh.gi, mesh.gr), -1)), -2)
+        gradients = whole, whole.mT.contiguous()
+    return mesh._replace(factors=Factors(mesh.evecs.mT.contiguous(), *gradients))
 
 
 def _meshes_of(block, *lists):
@@ -99,7 +121,7 @@ def _mesh_of(block, mass, evals, evecs, gradX, gradY):
     """Of tensors in any type, or of lists of such."""
     if isinstance(mass, (list, tuple)):
         return _meshes_of(block, mass, evals, evecs, gradX, gradY)
-    return Mesh(*_tensors_of(block, mass, evals, evecs, gradX, gradY))
+    return _with_factors(Mesh(*_tensors_of(block, mass, evals, evecs, gradX, gradY)))
 
 
 def _tensors_of(block, mass, evals, evecs, gradX, gradY):
@@ -125,6 +147,44 @@ def _type_of(block):
 
 def _has_operators(mesh):
     return mesh.evecs.is_cuda and mesh.evecs.dtype != torch.float64
+
+
+def _times(matrix, transposed, x):
+    """matrix x, where the matrix is a mesh's own, so that only x has a gradient."""
+    x = x.to(matrix.dtype)
+    # A matrix of the first columns of another one is read where its rows are multiples of 16 bytes apart.
+    if matrix.is_contiguous() or matrix.stride(-2) % 4 == 0:
+        return _Times.apply(matrix, transposed, x)
+    return matrix @ x
+
+
+class _Times(torch.autograd.Function):
+    """The gradient is a product of the same kind, by the matrix that was transposed once."""
+
+    @staticmethod
+    def forward(ctx, matrix, transposed, x):
+        ctx.save_for_backward(transposed)
+        return _product(matrix, x)
+
+    @staticmethod
+    def backward(ctx, d):
+        transposed, = ctx.saved_tensors
+        return None, None, _product(transposed, d)
+
+
+def _product(matrix, x):
+    """One product, or one for each mesh."""
+    x = x.contiguous()
+    if x.dim() == 2:
+        return calls["product"](matrix, x, "tf32x3")
+    results = [calls["product"](one, other, "tf32x3") for one, other in zip(_aligned(matrix), _aligned(x))]
+    return torch.stack(results) if len(results) > 1 else results[0].unsqueeze(0)
+
+
+def _aligned(matrices):
+    """The matrices one by one, each of which begins at a multiple of 16 bytes."""
+    is_so = len(matrices) == 1 or matrices.stride(0) % 4 == 0
+    return [each if is_so else each.clone() for each in matrices.unbind()]
 
 
 def _math_of(dtype):
@@ -153,6 +213,10 @@ class LearnedTimeDiffusion(torch.nn.Module):
         if mesh.parts is not None:
             diffused, spectral = zip(*map(self, mesh.split(x), mesh.parts))
             return torch.cat(diffused), torch.stack(spectral)
+        if mesh.factors is not None:
+            damping = torch.exp(-mesh.evals.unsqueeze(-1) * self.diffusion_time)
+            spectral = damping * _times(mesh.factors.basis_t, mesh.evecs, mesh.mass.unsqueeze(-1) * x)
+            return _times(mesh.evecs, mesh.factors.basis_t, spectral), spectral
         if _has_operators(mesh):
             operands = x.contiguous(), mesh.evecs, mesh.mass, mesh.evals, self.diffusion_time.to(dtype)
             if mesh.offsets is not None:
@@ -175,6 +239,8 @@ class SpatialGradientFeatures(torch.nn.Module):
 
     def forward(self, spectral, mesh):
         """Of the spectrum of what was diffused."""
+        if mesh.factors is not None:
+            return self._by_products(spectral, mesh)
         if _has_operators(mesh):
             return self._by_operators(spectral, mesh)
         if mesh.parts is not None:
@@ -185,6 +251,18 @@ class SpatialGradientFeatures(torch.nn.Module):
             return torch.tanh(xr * (mesh.gr @ weighted) + xi * (mesh.gi @ weighted))
         re, im = self.A_re(spectral), self.A_im(spectral)
         return torch.tanh(xr * (mesh.gr @ re - mesh.gi @ im) + xi * (mesh.gi @ re + mesh.gr @ im))
+
+    def _by_products(self, spectral, mesh):
+        vertices, eigen = mesh.evecs.shape[-2:]
+        _, gradients, gradients_t = mesh.factors
+        pair = gradients[..., :eigen], gradients_t[..., :eigen, :]  # of gr above gi
+        own = _times(*pair, spectral)
+        if self.with_gradient_rotations:
+            weighted = torch.cat((self.A_re(spectral), self.A_im(spectral)), -2)
+            others = _times(gradients, gradients_t, weighted)
+        else:
+            others = _times(*pair, self.A(spectral))
+        return torch.tanh((own * others).unflatten(-2, (2, vertices)).sum(-3))
 
     def _by_operators(self, spectral, mesh):
         if self.with_gradient_rotations:
