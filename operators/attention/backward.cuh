@@ -62,9 +62,7 @@ class BackwardLaunches {
     start<Tile::kWidth>(in, kInOrder ? 0 : rows_of_sums(), kInOrder ? counts() : 0);
     launch_clusters_on(stream_, kernel, 1, true, blocks_of<Tile, kInOrder>(), Tile::kThreads,
                        kBytes, maps, in);
-    const int64_t parts = 2 * ceil_div(S, int64_t{Tile::kQueries}) * shape_.heads * B;
-    launch_clusters_on(stream_, attention_finish_parts<Tile>, 1, true, blocks_for(parts, 1), 128, 0,
-                       in);
+    finish<Tile>(in);
   }
 
   /// For widths above 128.
@@ -90,9 +88,7 @@ class BackwardLaunches {
     launch_clusters_on(stream_, kernel, Tile::kBlocks, true,
                        blocks_of<Tile, kInOrder, Tile::kBlocks>(), Tile::kThreads, kBytes, maps,
                        in);
-    const int64_t parts = Tile::kParts * ceil_div(S, int64_t{Tile::kQueries}) * shape_.heads * B;
-    launch_clusters_on(stream_, attention_finish_wide<Tile>, 1, true, blocks_for(parts, 1), 128, 0,
-                       in);
+    finish<Tile>(in);
   }
 
   template <class Tile, bool kInOrder>
@@ -119,8 +115,8 @@ class BackwardLaunches {
 
   int64_t sequences() const { return shape_.kv_heads * shape_.batch; }
 
-  /// In order they are in a row.
-  /// kCluster: how many blocks have neighbouring keys, and are a cluster.
+  /// In order they are in a row. kCluster: how many blocks have neighbouring keys, and are a
+  /// cluster.
   template <class Tile, bool kInOrder, unsigned kCluster = 1>
   dim3 blocks_of() const {
     const unsigned tiles = blocks_for(shape_.keys, Tile::kKeys * kCluster) * kCluster;
@@ -135,6 +131,15 @@ class BackwardLaunches {
     attention_row_sums<T, kWidth>
         <<<blocks_for(std::max({rows(), zeros, counts}), kBlockRows), kRowThreads, 0, stream_>>>(
             in, static_cast<int>(rows()), static_cast<int>(zeros), static_cast<int>(counts));
+  }
+
+  /// dQ from the parts of Hopper's kernels.
+  template <class Tile>
+  void finish(const BackwardOperands<T>& in) const {
+    const int64_t tiles = ceil_div(shape_.queries, int64_t{Tile::kQueries});
+    const int64_t parts = parts_of_tile<Tile> * tiles * shape_.heads * shape_.batch;
+    launch_clusters_on(stream_, attention_finish_parts<Tile>, 1, true, blocks_for(parts, 1), 128, 0,
+                       in);
   }
 
   /// As many sequences side by side, in order, as make a block for each place, and as let two steps
@@ -211,7 +216,7 @@ class AttentionBackward {
     const double flops = 2.5 * shape_.flops();
     const std::string order = kInOrder ? ", in order" : "";
     if (is_hopper() && kWidth > 128) {
-      using Tile = BackwardWideTile<T, 2, kInOrder>;  // in order by the copy engine
+      using Tile = BackwardWideTile<T, kInOrder>;
       return {kInOrder ? "wgmma, parts of d_q added up by the copy engine, in order"
                        : "wgmma, parts of d_q added up by atomics",
               flops / 450e6, [self = launches_] { self.template launch_wide<Tile, kInOrder>(); },

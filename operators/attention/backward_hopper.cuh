@@ -345,6 +345,10 @@ __global__ void __launch_bounds__(Tile::kThreads, 1)
 #endif
 }
 
+/// How many parts of 64 x 64 a tile of queries has of dQ.
+template <class Tile>
+inline constexpr int parts_of_tile = Tile::kWidth / 64 * (Tile::kQueries / 64);
+
 /// dQ from parts: a block owns one of them, and a thread what a consumer's thread had of it. Tiles
 /// of queries that see no key are zeros, whatever their sums are.
 template <class Tile>
@@ -352,12 +356,13 @@ __global__ void __launch_bounds__(128)
     attention_finish_parts(BackwardOperands<typename Tile::T> in) {
   using T = typename Tile::T;
   using Part = Sum<64>;
-  constexpr bool kHalves = Tile::kWidth == 64;
+  constexpr int kSideBySide = Tile::kWidth / 64, kParts = parts_of_tile<Tile>;
   const int tiles = ceil_div(in.queries, Tile::kQueries);
-  const int part = blockIdx.x % 2, tile = blockIdx.x / 2 % tiles, sequence = blockIdx.x / 2 / tiles;
+  const int part = blockIdx.x % kParts, tile = blockIdx.x / kParts % tiles;
+  const int sequence = blockIdx.x / kParts / tiles;
   const int head = sequence % in.heads, batch = sequence / in.heads;
-  const int query0 = tile * Tile::kQueries + (kHalves ? 64 * part : 0);
-  const int col0 = kHalves ? 0 : 64 * part;
+  const int query0 = tile * Tile::kQueries + 64 * (part / kSideBySide);
+  const int col0 = 64 * (part % kSideBySide);
   T* const dQ = in.dQ + batch * in.dq.batch + head * in.dq.head;
   const bool is_written = tile >= in.first_query(0) / Tile::kQueries;
   wait_for_previous_kernel();

@@ -10,8 +10,8 @@
 //
 // P^T goes through shared memory, and the second consumer writes dS^T in its place. P^T and dS^T
 // are left factors in registers for dV and dK, and dS^T is the left factor in shared memory for dQ.
-// The logits of the next step are started before dQ of this one, and so is its dP, so that tensor
-// cores have work while a consumer computes.
+// The logits of the next step are started before dQ of this one, and its dP right behind dQ, so
+// that tensor cores have work while a consumer computes.
 //
 // With 64 keys, a step of a block alone brings 64 KB and adds up 64 KB of dQ, for 2,560 cycles of
 // products: that is more than the L2 cache gives. So two blocks are a cluster. They have
@@ -27,17 +27,16 @@
 
 namespace operators::attention {
 
-template <typename T_, int kBlocks_ = 2, bool kByCopies_ = true, bool kAdds_ = true>
+/// kByCopies: parts of dQ go by the copy engine, as they have to in order; else by atomics.
+template <typename T_, bool kByCopies_>
 struct BackwardWideTile {
   using T = T_;
   static constexpr int kWidth = 256, kKeys = 64, kQueries = 64, kThreads = 384;
-  static constexpr int kBlocks = kBlocks_;  // of a cluster
+  static constexpr int kBlocks = 2;  // of a cluster
   static constexpr int kBoxes = kWidth / kBoxCols;
-  static constexpr int kStages = 2, kOutStages = kBlocks == 1 ? 2 : 1;  // of Q, and of d_out
-  static constexpr int kPieces = 2 / kBlocks;  // parts of dQ that a consumer has of a step
+  static constexpr int kStages = 2;  // of Q; d_out has one
   static constexpr int kPartFloats = 64 * 64;
-  static constexpr int kParts = kWidth / 64;  // of a tile of queries
-  static constexpr bool kByCopies = kByCopies_, kAdds = kAdds_;
+  static constexpr bool kByCopies = kByCopies_;
   static constexpr int kProducerRegisters = 24, kConsumerRegisters = 240;
 };
 
@@ -46,13 +45,13 @@ struct BackwardWideShared {
   using T = typename Tile::T;
   using Rows = Box<T, Tile::kQueries>;
   LeftTile<T, Tile::kKeys> K[Tile::kBoxes], V[Tile::kBoxes];
-  Box<T, Tile::kKeys> other_K[2 * (Tile::kBlocks - 1) + (Tile::kBlocks == 1)];
-  Rows Q[Tile::kStages][Tile::kBoxes], d_out[Tile::kOutStages][Tile::kBoxes];
-  Box<T, Tile::kKeys> dS[2], other_dS[Tile::kBlocks == 1 ? 1 : 2];          // P^T, and then dS^T
+  Box<T, Tile::kKeys> other_K[2];
+  Rows Q[Tile::kStages][Tile::kBoxes], d_out[1][Tile::kBoxes];
+  Box<T, Tile::kKeys> dS[2], other_dS[2];                                   // P^T, and then dS^T
   float4 parts[2][Tile::kByCopies ? Tile::kPartFloats / 8 / 128 : 1][128];  // half of a part
-  float log_sums[Tile::kStages][Tile::kQueries], row_sums[Tile::kOutStages][Tile::kQueries];
+  float log_sums[Tile::kStages][Tile::kQueries], row_sums[1][Tile::kQueries];
   StageBarriers<Tile::kStages> of_Q;
-  StageBarriers<Tile::kOutStages> of_d_out;
+  StageBarriers<1> of_d_out;
   Barrier KV_full, P_full[2], dS_full[2], other_full[2], dS_empty[2], part_full[2], part_empty[2];
 };
 
@@ -70,7 +69,7 @@ struct BackwardWideBlock {
   const BackwardMaps& maps;
   const BackwardOperands<T>& in;
   int consumer = static_cast<int>(threadIdx.x) / 128 - 1;
-  int rank = kBlocks == 1 ? 0 : cluster_rank();
+  int rank = cluster_rank();
   int all_tiles = ceil_div(in.queries, Tile::kQueries);
   BackwardPlace place;
   int key0;
@@ -106,17 +105,13 @@ struct BackwardWideBlock {
   /// The first of a tile's four parts.
   __device__ int part_of(int step) const {
     const int head = place.sequence * in.group + steps.of_group(step);
-    return Tile::kParts * (head * all_tiles + steps.tile(step));
+    return parts_of_tile<Tile> * (head * all_tiles + steps.tile(step));
   }
   /// A warp has read what `empty` stands for: it tells the blocks of the cluster.
   __device__ __forceinline__ void release(Barrier& empty) const {
     __syncwarp();
     const int lane = threadIdx.x % 32;
-    if constexpr (kBlocks == 1) {
-      if (lane == 0) barrier_arrive(&empty);
-    } else {
-      if (lane < kBlocks) barrier_arrive(&empty, lane);
-    }
+    if (lane < kBlocks) barrier_arrive(&empty, lane);
   }
 
   /// The producer warp of K, V, and of Q with its logarithms; or that of d_out with D. Where there
@@ -127,14 +122,14 @@ struct BackwardWideBlock {
     const int lane = threadIdx.x % 32;
     const uint64_t policy = evict_normal();
     if (kOfQ && lane == 0) {
-      barrier_arrive_expect(&shared.KV_full, sizeof shared.K + sizeof shared.V +
-                                                 (kBlocks > 1 ? sizeof shared.other_K : 0));
+      barrier_arrive_expect(&shared.KV_full,
+                            sizeof shared.K + sizeof shared.V + sizeof shared.other_K);
       for (int box = 0; box < Tile::kBoxes; ++box) {
         const int at[5] = {kBoxCols * box, 0, key0, place.kv_head, place.batch};
         tensor_load(shared.K[box].row(0), &maps.K, at, &shared.KV_full, policy);
         tensor_load(shared.V[box].row(0), &maps.V, at, &shared.KV_full, policy);
       }
-      for (int box = 0; kBlocks > 1 && box < 2; ++box) {
+      for (int box = 0; box < 2; ++box) {
         const int other0 = (place.key_tile * kBlocks + 1 - rank) * Tile::kKeys;
         const int at[5] = {kBoxCols * (2 * rank + box), 0, other0, place.kv_head, place.batch};
         tensor_load(shared.other_K[box].row(0), &maps.K, at, &shared.KV_full, policy);
@@ -148,7 +143,7 @@ struct BackwardWideBlock {
       }
     }
     ();
-    constexpr int kStages = kOfQ ? Tile::kStages : Tile::kOutStages;
+    constexpr int kStages = kOfQ ? Tile::kStages : 1;
     for (int step = 0; step < steps.count(); ++step) {
       const int stage = step % kStages, of_group = steps.of_group(step);
       const int query0 = steps.tile(step) * Tile::kQueries, own0 = kRowShare * rank;
@@ -160,11 +155,7 @@ struct BackwardWideBlock {
         for (int box = 0; box < Tile::kBoxes; ++box) {
           const int at[5] = {kBoxCols * box, of_group, query0 + own0, place.kv_head, place.batch};
           const CUtensorMap* const map = kOfQ ? &maps.Q : &maps.d_out;
-          if constexpr (kBlocks == 1) {
-            tensor_load(boxes[box].row(0), map, at, full, policy);
-          } else {
-            tensor_load_multicast(boxes[box].row(own0), map, at, full, (1 << kBlocks) - 1, policy);
-          }
+          tensor_load_multicast(boxes[box].row(own0), map, at, full, (1 << kBlocks) - 1, policy);
         }
       }
       if (step == 0) wait_for_previous_kernel();
@@ -205,9 +196,8 @@ struct BackwardWideBlock {
     start_transposed(S, shared.K, shared.Q[stage]);
   }
   __device__ __forceinline__ void start_dP(Product& dP, int step) const {
-    const int stage = step % Tile::kOutStages;
-    barrier_wait(&shared.of_d_out.full[stage], step / Tile::kOutStages % 2);
-    start_transposed(dP, shared.V, shared.d_out[stage]);
+    barrier_wait(&shared.of_d_out.full[0], step % 2);
+    start_transposed(dP, shared.V, shared.d_out[0]);
   }
 
   /// Logits become P; for keys that a query does not see it is 0.
@@ -233,7 +223,7 @@ struct BackwardWideBlock {
   }
   /// dP becomes dS = P (dP - D), with P as the first consumer has rounded it.
   __device__ __forceinline__ void to_gradients(Product& dS, int step) const {
-    const float* const row_sums = shared.row_sums[step % Tile::kOutStages];
+    const float* const row_sums = shared.row_sums[0];
     uint32_t pairs[Tile::kQueries / 4];
     Product::load_pairs(pairs, shared.dS[step % 2], 0);
 #pragma unroll
@@ -249,33 +239,28 @@ struct BackwardWideBlock {
   /// All of the step's dS^T is there: the block's own, and the other block's.
   __device__ __forceinline__ void wait_for_dS(int step) const {
     barrier_wait(&shared.dS_full[step % 2], step / 2 % 2);
-    if constexpr (kBlocks > 1) barrier_wait(&shared.other_full[step % 2], step / 2 % 2);
+    barrier_wait(&shared.other_full[step % 2], step / 2 % 2);
   }
   /// A part of dQ = dS K.
-  __device__ __forceinline__ void start_part(Sum<64>& part, int step, int piece) const {
+  __device__ __forceinline__ void start_part(Sum<64>& part, int step) const {
     wgmma_fence();
-    const int box = kBlocks == 1 ? 2 * consumer + piece : 2 * rank + consumer;
 #pragma unroll
     for (int slice = 0; slice < kSlices; ++slice) {
-      multiply_slice(part.elements, shared.dS[step % 2].across_k(), shared.K[box].across_k(), slice,
-                     slice > 0);
+      multiply_slice(part.elements, shared.dS[step % 2].across_k(),
+                     shared.K[2 * rank + consumer].across_k(), slice, slice > 0);
     }
-    if constexpr (kBlocks > 1) {
 #pragma unroll
-      for (int slice = 0; slice < kSlices; ++slice) {
-        multiply_slice(part.elements, shared.other_dS[step % 2].across_k(),
-                       shared.other_K[consumer].across_k(), slice, true);
-      }
+    for (int slice = 0; slice < kSlices; ++slice) {
+      multiply_slice(part.elements, shared.other_dS[step % 2].across_k(),
+                     shared.other_K[consumer].across_k(), slice, true);
     }
     wgmma_commit();
   }
-  __device__ __forceinline__ void add_part(const Sum<64>& part, int step, int piece) const {
+  __device__ __forceinline__ void add_part(const Sum<64>& part, int step) const {
     const int thread = threadIdx.x % 128;
-    const int number = part_of(step) + (kBlocks == 1 ? 2 * consumer + piece : 2 * rank + consumer);
+    const int number = part_of(step) + 2 * rank + consumer;
     float* const to = in.dq_sums + int64_t{number} * Tile::kPartFloats;
-    if constexpr (!Tile::kAdds) {
-      if (part.elements[0] == 1.2345f && part.elements[17] == 3.21f) *to = part.elements[3];
-    } else if constexpr (!Tile::kByCopies) {
+    if constexpr (!Tile::kByCopies) {
 #pragma unroll
       for (int i = 0; i < part.size() / 4; ++i) {
         const float* const of = &part.elements[4 * i];
@@ -374,7 +359,7 @@ struct BackwardWideBlock {
     barrier_wait(&shared.KV_full, 0);
     start_logits(P, 0);
     const auto do_step = [&]<bool kLast>(int step) {
-      const int at = step % 2, out = step % Tile::kOutStages;
+      const int at = step % 2;
       wgmma_wait<0>();
       to_probabilities(P, step);
       to_factor(factor, P);
@@ -383,19 +368,16 @@ struct BackwardWideBlock {
       store(shared.dS[at], P);
       __syncwarp();
       if (threadIdx.x % 32 == 0) barrier_arrive(&shared.P_full[at]);
-      barrier_wait(&shared.of_d_out.full[out], step / Tile::kOutStages % 2);
-      dV.template start_product<kSlices>(factor, shared.d_out[out][0].across_k(), true);
+      barrier_wait(&shared.of_d_out.full[0], step % 2);
+      dV.template start_product<kSlices>(factor, shared.d_out[0][0].across_k(), true);
       if constexpr (!kLast) start_logits(P, step + 1);
       wgmma_wait<kLast ? 0 : 1>();  // dV
-      release(shared.of_d_out.empty[out]);
+      release(shared.of_d_out.empty[0]);
       wait_for_dS(step);
-#pragma unroll
-      for (int piece = 0; piece < Tile::kPieces; ++piece) {
-        start_part(dQ, step, piece);
-        wgmma_wait<0>();
-        if (piece + 1 == Tile::kPieces) release(shared.dS_empty[at]);
-        add_part(dQ, step, piece);
-      }
+      start_part(dQ, step);
+      wgmma_wait<0>();
+      release(shared.dS_empty[at]);
+      add_part(dQ, step);
     };
     int step = 0;
     for (; step + 1 < steps.count(); ++step) do_step.template operator()<false>(step);
@@ -413,46 +395,33 @@ struct BackwardWideBlock {
     barrier_wait(&shared.KV_full, 0);
     start_dP(dS, 0);
     const auto do_step = [&]<bool kLast>(int step) {
-      constexpr bool kEarly = Tile::kOutStages > 1;  // dP of the next step before dQ, or after it
       const int at = step % 2, stage = step % Tile::kStages;
       wgmma_wait<0>();
       barrier_wait(&shared.P_full[at], step / 2 % 2);
       to_gradients(dS, step);
       to_factor(factor, dS);
-      release(shared.of_d_out.empty[step % Tile::kOutStages]);
+      release(shared.of_d_out.empty[0]);
       store(shared.dS[at], dS);
       shared_fence();
       __syncwarp();
       if (threadIdx.x % 32 == 0) {
         barrier_arrive(&shared.dS_full[at]);
-        if constexpr (kBlocks > 1) {
-          constexpr int kBytes = sizeof shared.dS[0] / 4;
-          const int row = threadIdx.x % 128 / 2;  // of the warp's 16
-          if (row == 0) barrier_arrive_expect(&shared.other_full[at], 4 * kBytes);
-          bulk_push(shared.other_dS[at].row(row), shared.dS[at].row(row), kBytes,
-                    &shared.other_full[at], 1 - rank);
-        }
+        constexpr int kBytes = sizeof shared.dS[0] / 4;
+        const int row = threadIdx.x % 128 / 2;  // of the warp's 16
+        if (row == 0) barrier_arrive_expect(&shared.other_full[at], 4 * kBytes);
+        bulk_push(shared.other_dS[at].row(row), shared.dS[at].row(row), kBytes,
+                  &shared.other_full[at], 1 - rank);
       }
       barrier_wait(&shared.of_Q.full[stage], step / Tile::kStages % 2);
       dK.template start_product<kSlices>(factor, shared.Q[stage][0].across_k(), true);
-      if constexpr (kEarly && !kLast) start_dP(dS, step + 1);
       wait_for_dS(step);
-#pragma unroll
-      for (int piece = 0; piece < Tile::kPieces; ++piece) {
-        start_part(dQ, step, piece);
-        if (piece == 0) {
-          wgmma_wait<1>();  // dK
-          release(shared.of_Q.empty[stage]);
-        }
-        if constexpr (!kEarly && !kLast) {
-          start_dP(dS, step + 1);
-          wgmma_wait<1>();
-        } else {
-          wgmma_wait<0>();
-        }
-        if (piece + 1 == Tile::kPieces) release(shared.dS_empty[at]);
-        add_part(dQ, step, piece);
-      }
+      start_part(dQ, step);
+      wgmma_wait<1>();  // dK
+      release(shared.of_Q.empty[stage]);
+      if constexpr (!kLast) start_dP(dS, step + 1);
+      wgmma_wait<kLast ? 0 : 1>();
+      release(shared.dS_empty[at]);
+      add_part(dQ, step);
     };
     int step = 0;
     for (; step + 1 < steps.count(); ++step) do_step.template operator()<false>(step);
@@ -487,39 +456,8 @@ __global__ void __launch_bounds__(Tile::kThreads, 1)
       block.compute_dK();
     }
   }
-  if constexpr (Tile::kBlocks > 1) cluster_meet();  // nobody sends to a block that has ended
+  cluster_meet();  // nobody sends to a block that has ended
 #endif
-}
-
-/// dQ from parts, as attention_finish_parts.
-template <class Tile>
-__global__ void __launch_bounds__(128)
-    attention_finish_wide(BackwardOperands<typename Tile::T> in) {
-  using T = typename Tile::T;
-  using Part = Sum<64>;
-  const int tiles = ceil_div(in.queries, Tile::kQueries);
-  const int part = blockIdx.x % Tile::kParts, tile = blockIdx.x / Tile::kParts % tiles;
-  const int sequence = blockIdx.x / Tile::kParts / tiles;
-  const int head = sequence % in.heads, batch = sequence / in.heads;
-  const int query0 = tile * Tile::kQueries, col0 = 64 * part;
-  T* const dQ = in.dQ + batch * in.dq.batch + head * in.dq.head;
-  const bool is_written = tile >= in.first_query(0) / Tile::kQueries;
-  wait_for_previous_kernel();
-  const float4* const from =
-      reinterpret_cast<const float4*>(in.dq_sums + int64_t{blockIdx.x} * Tile::kPartFloats) +
-      threadIdx.x;
-#pragma unroll
-  for (int i = 0; i < Part::size() / 4; ++i) {
-    const float4 sums = is_written ? from[128 * i] : float4{};
-    const float pairs[2][2] = {{sums.x, sums.y}, {sums.z, sums.w}};
-#pragma unroll
-    for (int half = 0; half < 2; ++half) {  // rows 8 apart
-      const int query = query0 + Part::row(4 * i + 2 * half), col = col0 + Part::col(4 * i);
-      if (query >= in.queries || col >= in.width) continue;
-      *reinterpret_cast<unsigned*>(dQ + query * in.dq.row + col) =
-          pack2<T>(in.scale * pairs[half][0], in.scale * pairs[half][1]);
-    }
-  }
 }
 
 }  // namespace operators::attention
