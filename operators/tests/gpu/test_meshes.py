@@ -22,8 +22,8 @@ from cases import BF16, FP16, FP32, diffusion_in_fp64, features_in_fp64, fused_k
 KINDS = {"fp16": (FP16, "fp32", 2.0**-8), "bf16": (BF16, "fp32", 2.0**-5), "fp32": (FP32, "fp32", 2.0**-18),
          "tf32": (FP32, "tf32", 2.0**-7), "tf32x3": (FP32, "tf32x3", 2.0**-16)}
 for_each_kind = pytest.mark.parametrize("kind", KINDS)
-# Meshes, vertices, eigenvectors, width.
-SHAPES = [((), 1, 1, 1), ((), 1000, 33, 50), ((), 10000, 128, 128), ((), 300, 300, 20), ((3,), 201, 20, 12),
+# Meshes, vertices, eigenvectors, width. (Of one eigenvector or one column the gradient of li is 0.)
+SHAPES = [((), 1, 5, 12), ((), 1000, 33, 50), ((), 10000, 128, 128), ((), 300, 300, 20), ((3,), 201, 20, 12),
           ((2,), 700, 128, 72), ((300,), 9, 5, 3)]
 SIZES = [[1000, 0, 1, 3000, 65, 64, 900], [5] * 200, [0, 20000, 0, 30]]
 
@@ -33,11 +33,13 @@ def random(*shape, dtype, scale=1.0):
 
 
 def mesh_of(meshes, vertices, eigen, width, dtype, of_mesh=None):
-    """x, basis, mass, evalues, times. of_mesh: the dimensions of what has no vertices."""
+    """x, basis, mass, evalues, times. of_mesh: the dimensions of what has no vertices. The basis has columns of about
+    length 1: with longer ones fp16 cannot hold all gradients."""
     of_mesh = meshes if of_mesh is None else of_mesh
     positive = [torch.rand(*shape, device="cuda").to(dtype) for shape in
                 ((*meshes, vertices), (*of_mesh, eigen), (width,))]
-    return [random(*meshes, vertices, width, dtype=dtype), random(*meshes, vertices, eigen, dtype=dtype), *positive]
+    basis = random(*meshes, vertices, eigen, dtype=dtype, scale=vertices**-0.5)
+    return [random(*meshes, vertices, width, dtype=dtype), basis, *positive]
 
 
 def tangents_of(meshes, vertices, eigen, width, dtype, of_mesh=None):
@@ -66,7 +68,7 @@ def with_gradients(function, operands, at, d=None):
 def check(found, expected, bound):
     for one, other in zip(found, expected, strict=True):
         assert one.shape == other.shape
-        error = (one.double() - other).norm() / other.norm().clamp(min=1e-30)
+        error = (one.double() - other).norm() / other.norm()
         assert error <= bound, error  # a NaN is not
 
 
