@@ -4,6 +4,8 @@
 //     z  = sum over grades a, c, b of  w[a,c,b] <<x'>_a <y'>_b>_c    <v>_a: v's part of grade a
 //     out = per grade c: z_c / sqrt(mean over features of |z_c|^2 + 1e-6)
 //
+//     (What a grade is, and one element of z written out, come below.)
+//
 //     x, y, out (2^n blades, batch, features) and w (features, triples): fp32, row-major
 //
 // The layer of a Clifford neural network. A number is a multivector: in three dimensions a scalar,
@@ -309,7 +311,8 @@ __device__ __forceinline__ Pack<W> terms_of_z(const Multivectors<A, W>& x,
 // out, multiplications and multiply-adds are left, as in product_by_hand. Where does the weight go?
 // If x or y has only one blade of the triple's grade, as it has one scalar, then all terms share
 // this blade, and the weight multiplies it once. Otherwise it multiplies the sum of the terms, once
-// for each blade of z. In 3-D the 20 weights take 28 multiplications, beside 64 terms.
+// for each blade of z. In 3-D 16 weights take one multiplication each, and four, such as w[1,2,1],
+// take three each, for three blades: 28, beside one for each of the 64 terms.
 template <typename A, int W, typename Weight>
 __device__ __forceinline__ Multivectors<A, W> weighted_product(const Multivectors<A, W>& x,
                                                                const Multivectors<A, W>& y,
@@ -1160,8 +1163,8 @@ __global__ void __launch_bounds__(kThreads<A>, 1)
 
 // Whether w multiplies a blade that all terms of triple t in dx share, the only one of its grade in
 // y or in dz: rows 2 and 3 of the table. The second function says the same of dy: rows 1 and 3.
-// `several`: more than one blade of x, or of y, has terms. (m & (m - 1) is m without its lowest
-// bit.) Where only one has, as in row 1, w multiplies the sum.
+// `several`: more than one blade of x, or of y, has terms. (Each of these blades is a bit of m, and
+// m & (m - 1) is m without its lowest bit.) Where only one has, as in row 1, w multiplies the sum.
 template <typename A>
 __host__ __device__ constexpr bool weight_first_in_dx(int t) {
   const auto of = A::triple(t);

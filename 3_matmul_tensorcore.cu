@@ -1241,18 +1241,17 @@ __global__ void HOPPER_CLUSTER(2) __launch_bounds__(384, 1)
 #if HOPPER_CODE
 // dividend / divisor, rounded down, for numbers from 0 to 2^20. It is computed in fp32, in 6
 // instructions instead of 30. The 0.5 keeps the quotient at least 0.5 / divisor away from every
-// whole number. The error of __fdividef is about half of that at most: 2 units in the last place
-// (CUDA C++ Programming Guide, "Intrinsic Functions"), which are 2^-22 of the quotient or less.
+// whole number, and __fdividef is wrong by less than that.
 __device__ inline int quotient(int dividend, int divisor) {
   return static_cast<int>(__fdividef(dividend + 0.5f, static_cast<float>(divisor)));
 }
 
 // Keeps the clusters in step. A pace is kSteps steps. In each cluster the producer of block 0
-// counts its paces. All of them add to one number in memory, by GridCount's atomic operations. A
-// cluster that is more than one pace ahead of the mean waits. For example, one of 64 clusters that
-// has just made its third pace waits until all together have made 2 * 64. But it looks at this
-// number only kPatience times: waiting saves reads of memory, but the result does not need it, and
-// some clusters may not have got a multiprocessor yet.
+// counts how many paces it has made. It also adds each pace to a number in memory, the total of all
+// clusters, by GridCount's atomic operations. A cluster that is more than one pace ahead of the
+// mean waits. For example, one of 64 clusters that has just made its third pace waits until the
+// total is 2 * 64. But it looks at the total only kPatience times: waiting saves reads of memory,
+// but the result does not need it, and some clusters may not have got a multiprocessor yet.
 struct Pace {
   static constexpr int kSteps = 16, kPatience = 256;  // kPatience: how often to look
   unsigned* total;
