@@ -169,13 +169,13 @@ __device__ void store4(float* to, int row, int col, int n, const float* value) {
   }
 }
 
-// As in *registers*, but numbers move 16 bytes at a time, except where A is written into a_tile. So
-// that one load can read four elements of a row of b_tile, a thread's columns come in groups of
-// four neighbours: thread x has the four from column 4 * x on, and the four from column 64 + 4 * x
-// on. A thread's rows are grouped in the same way: four from row 4 * y on, and four from row
-// 64 + 4 * y on. For four elements of a column of A to lie next to each other as well, a_tile is
-// stored transposed: a_tile[k][row]. So for each k a thread reads its 16 numbers by 4 loads instead
-// of 16.
+// As in *registers*, but numbers move 16 bytes at a time, except where A is written into a_tile.
+// The banks deliver as many bytes a cycle as before: what is saved are instructions. So that one
+// load can read four elements of a row of b_tile, a thread's columns come in groups of four
+// neighbours: thread x has the four from column 4 * x on, and the four from column 64 + 4 * x on. A
+// thread's rows are grouped in the same way: four from row 4 * y on, and four from row 64 + 4 * y
+// on. For four elements of a column of A to lie next to each other as well, a_tile is stored
+// transposed: a_tile[k][row]. So for each k a thread reads its 16 numbers by 4 loads instead of 16.
 //
 // The rows of a_tile are 4 floats longer than their data. Why? A row of A has 8 numbers of a step,
 // two float4: an even thread has the first one, the odd thread beside it the second. Each thread

@@ -111,7 +111,8 @@ using Operands = DiffusionOperands;
 // A block owns kE x kW elements of the spectrum, and each of its warps kWarpE x kWarpW of these, in
 // registers. A step adds what kV vertices contribute. Of their rows it needs kE columns of the
 // basis, kW columns of the values, and the masses: this is a stage. kStages of them are in shared
-// memory. While one is multiplied, the others are on their way. (kSide is 64 or 128: see main().)
+// memory. While one is multiplied, the others are on their way. (kSide is 64 or 128: LargeTile
+// and SmallTile, at the end of the file.)
 template <int kSide, int kWarpsAlongE, int kWarpsAlongW, int kBlocksFit>
 struct ProjectTile {
   static constexpr int kE = kSide, kW = kSide, kV = 64, kStages = 3, kWarpsW = kWarpsAlongW;
