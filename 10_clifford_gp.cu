@@ -606,17 +606,18 @@ __global__ void __launch_bounds__(kRowThreads)
 
 // ---- Row on chip --------------------------------------------------------------------------------
 
-// Three things are better than above. z stays in registers while its row's squares are added up, so
-// that nothing is read or computed twice. Blocks are persistent, as above, but here the weights are
-// transposed into shared memory once, and serve all rows that the block ever has. And the next row
-// is prefetched: as soon as a thread has taken its part of x and y into registers it starts the
-// copies of the next row's into the same place, so that memory works while the block multiplies,
-// adds up and waits at the barrier.
+// Three things are better than above:
 //
-//     persistent     a block stays, and takes one group of rows after the other. There are as many
-//                    blocks as the GPU holds at a time
-//     prefetch       to fetch what will be needed later: here by cp.async, copies to shared memory
-//                    that run while the thread goes on (primitives/async_copy.cuh)
+//   - z stays in registers while its row's squares are added up. So nothing is read or computed
+//     twice.
+//   - Blocks stay, as above, and take one group of rows after the other. But here the weights are
+//     transposed into shared memory once, and serve all rows that the block ever has.
+//   - The next row is fetched early, by cp.async (primitives/async_copy.cuh). As soon as a thread
+//     has taken its part of x and y into registers it starts the copies of the next row's into the
+//     same place. So memory works while the block multiplies, adds up and waits at the barrier.
+//
+// The words:
+//
 //     RowsOnChip     how many threads a block has, and how many of them a row has: whole warps
 //     Place          which row of its block a thread has, and which W features: neighbours, moved
 //                    as one vector

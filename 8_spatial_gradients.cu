@@ -76,20 +76,25 @@ using Operands = GradientsOperands;
 // of 64 columns, each a tile of its own, swizzled. What differs from kernel to kernel is where
 // tiles come from, and how long they stay.
 //
-// The words, from primitives/:
-//   - load_left loads a warp's fragments of a left factor from a tile to registers, load_right
-//     those of a right factor, and add_product adds their product to Sums, the warp's results in
-//     registers (as in lesson 7). load_right_transposed takes a factor that lies transposed in
-//     shared memory, such as rows of Lr for Lr^T. negate changes the sign of a left factor.
-//   - copy_swizzled starts the copies of a tile. copies_ahead starts those of the next steps, and
-//     its next() waits until those of this step are there (lesson 3's *stages*).
-//   - A lane's results are pairs of neighbours in a row, as in lesson 3: of each 8 x 8 matrix of
-//     the warp's results a lane has one pair. Pair (i, j) is the one in matrix row i and matrix
-//     column j. pair_of is such a pair of the sums, and pair_in is its place in a tile. pack2
-//     rounds a pair to one register, and unpack2 makes two floats of that again.
-//   - to_tile rounds a warp's sums into a tile in shared memory. store_results stores a warp's
-//     results to a matrix, by way of `staging`, shared memory of the warp's own. The function that
-//     it is given computes pair (i, j) of the results.
+// The words, from primitives/. A lane's results are pairs of neighbours in a row, as in lesson 3:
+// of each 8 x 8 matrix of the warp's results a lane has one pair. Pair (i, j) is that of the matrix
+// in row i and column j of matrices.
+//
+//     load_left, load_right      load a warp's fragments of a left and a right factor from a tile
+//     load_right_transposed      the same of a factor that lies transposed, such as rows of Lr for
+//                                Lr^T
+//     negate                     changes the sign of a left factor
+//     add_product                multiplies such fragments, and adds to Sums, the warp's results in
+//                                registers (as in lesson 7)
+//     pair_of, pair_in           pair (i, j) of the sums; its place in a tile
+//     pack2, unpack2             round a pair to one register; make two floats of that again
+//     to_tile                    rounds a warp's sums into a tile in shared memory
+//     store_results              stores a warp's results to a matrix, through `staging`, shared
+//                                memory of the warp's own. A function that it is given computes
+//                                pair (i, j) of them
+//     copy_swizzled              starts the copies of a tile
+//     copies_ahead, next()       start the copies of the next steps; waits for those of this one
+//                                (lesson 3's *stages*)
 constexpr int kBox = 64;
 constexpr int kTile = kBox * kBox;  // elements of a square tile: 8 KB
 __host__ __device__ constexpr int boxes_of(int64_t extent) {
