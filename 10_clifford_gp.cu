@@ -4,6 +4,8 @@
 //     z  = sum over grades a, c, b of  w[a,c,b] <<x'>_a <y'>_b>_c    <v>_a: v's part of grade a
 //     out = per grade c: z_c / sqrt(mean over features of |z_c|^2 + 1e-6)
 //
+//     (What a grade is, and one element of z written out, come below.)
+//
 //     x, y, out (2^n blades, batch, features) and w (features, triples): fp32, row-major
 //
 // The layer of a Clifford neural network. A number is a multivector: in three dimensions a scalar,
@@ -309,7 +311,8 @@ __device__ __forceinline__ Pack<W> terms_of_z(const Multivectors<A, W>& x,
 // out, multiplications and multiply-adds are left, as in product_by_hand. Where does the weight go?
 // If x or y has only one blade of the triple's grade, as it has one scalar, then all terms share
 // this blade, and the weight multiplies it once. Otherwise it multiplies the sum of the terms, once
-// for each blade of z. In 3-D the 20 weights take 28 multiplications, beside 64 terms.
+// for each blade of z. In 3-D 16 weights take one multiplication each, and four, such as w[1,2,1],
+// take three each, for three blades: 28, beside one for each of the 64 terms.
 template <typename A, int W, typename Weight>
 __device__ __forceinline__ Multivectors<A, W> weighted_product(const Multivectors<A, W>& x,
                                                                const Multivectors<A, W>& y,
@@ -603,17 +606,18 @@ __global__ void __launch_bounds__(kRowThreads)
 
 // ---- Row on chip --------------------------------------------------------------------------------
 
-// Three things are better than above. z stays in registers while its row's squares are added up, so
-// that nothing is read or computed twice. Blocks are persistent, as above, but here the weights are
-// transposed into shared memory once, and serve all rows that the block ever has. And the next row
-// is prefetched: as soon as a thread has taken its part of x and y into registers it starts the
-// copies of the next row's into the same place, so that memory works while the block multiplies,
-// adds up and waits at the barrier.
+// Three things are better than above:
 //
-//     persistent     a block stays, and takes one group of rows after the other. There are as many
-//                    blocks as the GPU holds at a time
-//     prefetch       to fetch what will be needed later: here by cp.async, copies to shared memory
-//                    that run while the thread goes on (primitives/async_copy.cuh)
+//   - z stays in registers while its row's squares are added up. So nothing is read or computed
+//     twice.
+//   - Blocks stay, as above, and take one group of rows after the other. But here the weights are
+//     transposed into shared memory once, and serve all rows that the block ever has.
+//   - The next row is fetched early, by cp.async (primitives/async_copy.cuh). As soon as a thread
+//     has taken its part of x and y into registers it starts the copies of the next row's into the
+//     same place. So memory works while the block multiplies, adds up and waits at the barrier.
+//
+// The words:
+//
 //     RowsOnChip     how many threads a block has, and how many of them a row has: whole warps
 //     Place          which row of its block a thread has, and which W features: neighbours, moved
 //                    as one vector
@@ -1160,8 +1164,8 @@ __global__ void __launch_bounds__(kThreads<A>, 1)
 
 // Whether w multiplies a blade that all terms of triple t in dx share, the only one of its grade in
 // y or in dz: rows 2 and 3 of the table. The second function says the same of dy: rows 1 and 3.
-// `several`: more than one blade of x, or of y, has terms. (m & (m - 1) is m without its lowest
-// bit.) Where only one has, as in row 1, w multiplies the sum.
+// `several`: more than one blade of x, or of y, has terms. (Each of these blades is a bit of m, and
+// m & (m - 1) is m without its lowest bit.) Where only one has, as in row 1, w multiplies the sum.
 template <typename A>
 __host__ __device__ constexpr bool weight_first_in_dx(int t) {
   const auto of = A::triple(t);

@@ -94,9 +94,9 @@ struct Copies {
     std::copy(pageable[1].begin(), pageable[1].end(), pinned[1]);
   }
 
-  // C comes back to the host, into the buffer of A, and from there it goes to the device as A. B
-  // goes to the device from its own buffer.
-  // So the check can compare the A that arrives with the C that has left. For a small N the lesson
+  // The copies go in a circle, so that they can be checked: C comes back to the host, into the
+  // buffer of A, and from there it goes to the device as A. So the A that arrives has to be equal
+  // to the C that has left. B goes to the device from its own buffer. For a small N the lesson
   // records this in a CUDA graph, which needs copies that do not wait. Your program can say
   // cudaMemcpy instead, which waits until the copy is done. (cudaStreamPerThread is the default
   // stream of this thread. By nvcc --default-stream=per-thread, with which the lessons are built, a

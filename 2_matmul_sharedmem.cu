@@ -169,19 +169,21 @@ __device__ void store4(float* to, int row, int col, int n, const float* value) {
   }
 }
 
-// As in *registers*, but numbers move 16 bytes at a time, except where A is written into a_tile. So
-// that one load can read four elements of a row of b_tile, a thread's columns come in groups of
-// four neighbours: thread x has the four from column 4 * x on, and the four from column 64 + 4 * x
-// on. A thread's rows are grouped in the same way: four from row 4 * y on, and four from row
-// 64 + 4 * y on. For four elements of a column of A to lie next to each other as well, a_tile is
-// stored transposed: a_tile[k][row]. So for each k a thread reads its 16 numbers by 4 loads instead
-// of 16.
+// As in *registers*, but numbers move 16 bytes at a time, except where A is written into a_tile.
+// The banks deliver as many bytes a cycle as before: what is saved are instructions. So that one
+// load can read four elements of a row of b_tile, a thread's columns come in groups of four
+// neighbours: thread x has the four from column 4 * x on, and the four from column 64 + 4 * x on. A
+// thread's rows are grouped in the same way: four from row 4 * y on, and four from row 64 + 4 * y
+// on. For four elements of a column of A to lie next to each other as well, a_tile is stored
+// transposed: a_tile[k][row]. So for each k a thread reads its 16 numbers by 4 loads instead of 16.
 //
-// The rows of a_tile are 4 floats longer than their data. Why? Each thread writes a float4 of A
-// into four rows of a_tile, by four stores. In one such store the 16 even threads of a warp write
-// 16 neighbours of row k, and the 16 odd threads write 16 neighbours of row k + 4. With rows of 128
-// floats both would be on the same 16 of the 32 banks. With rows of 132 floats, row k + 4 begins
-// 4 * 132 = 16 * 32 + 16 floats after row k. So the odd threads write to the other 16 banks.
+// The rows of a_tile are 4 floats longer than their data. Why? A row of A has 8 numbers of a step,
+// two float4: an even thread has the first one, the odd thread beside it the second. Each thread
+// writes its float4 into four rows of a_tile, by four stores. In one such store the 16 even threads
+// of a warp write 16 neighbours of row k, and the 16 odd threads write 16 neighbours of row k + 4.
+// With rows of 128 floats both would be on the same 16 of the 32 banks. With rows of 132 floats,
+// row k + 4 begins 4 * 132 = 16 * 32 + 16 floats after row k. So the odd threads write to the other
+// 16 banks.
 //
 // The 2 in __launch_bounds__ says that two blocks, of 256 threads each, shall share the 65536
 // registers of a multiprocessor. So the compiler gives a thread 128 registers at most.
@@ -357,10 +359,10 @@ __global__ void __launch_bounds__((BM / TM) * (BN / TN), kBlocks)
 
 // Each multiprocessor has four schedulers, and a scheduler can start one instruction of a warp in a
 // cycle. In *large tiles* it does so in three cycles of four, and one in six of these instructions
-// is not a multiply-add. Most of those work out where to copy from and to, and whether that is
-// inside. (Read from a profiler; `results/` does not have this.) Here the places in A and B are
-// worked out once, before the first step. After a step's copies only two pointers move on: a_from
-// by BK columns of A, and b_from by BK rows of B.
+// is not a multiply-add, as a profiler says. Most of those work out where to copy from and to, and
+// whether that is inside. Here the places in A and B are worked out once, before the first step.
+// After a step's copies only two pointers move on: a_from by BK columns of A, and b_from by BK rows
+// of B.
 //
 // In each step a thread copies from the same rows of A and from the same columns of B. Take 256
 // threads, tiles of 128 x 16 and 16 x 256, and aligned rows. Then a thread copies 8 single numbers
@@ -368,8 +370,9 @@ __global__ void __launch_bounds__((BM / TM) * (BN / TN), kBlocks)
 //
 // No step checks rows of A or columns of B: those that are outside are replaced by the last ones
 // inside. The sums that come from them are never stored, so they may be anything. For example, with
-// n = 100 a thread has the rows 3, 19 and so on up to 99, and in place of 115 it reads row 99 once
-// more. So its rows are no longer 16 apart, and it keeps an offset, from a_from, for each of them.
+// n = 100 the thread whose first row is 3 has the rows 3, 19 and so on up to 99. The next one would
+// be 115, so it reads row 99 once more. So its rows are no longer 16 apart, and it keeps an offset,
+// from a_from, for each of them.
 // Its vectors of B all have the same columns, so one pointer is enough. Only along k, which is
 // summed over, each copy still checks, and writes zeros outside.
 //
@@ -386,8 +389,8 @@ __global__ void __launch_bounds__((BM / TM) * (BN / TN), kBlocks)
   const int row0 = blockIdx.y * BM, col0 = blockIdx.x * BN;
   const int steps = (n + BK - 1) / BK;
 
-  // If each thread makes one copy, the block copies kRowsA rows of the tile of A, or kRowsB rows of
-  // the tile of B. So these are the distances between a thread's copies.
+  // With one copy by each of its threads the block copies kRowsA rows of the tile of A, or kRowsB
+  // rows of the tile of B. So a thread's next copy is that many rows further down.
   constexpr int kWidth = kAligned ? 4 : 1;
   constexpr int kRowsA = kThreads / BK, kRowsB = kThreads / (BN / kWidth);
   const int a_row = threadIdx.x / BK, a_k = threadIdx.x % BK;
@@ -476,8 +479,8 @@ __device__ void multiply_ahead(TilePair<BM, BN, BK>* stages, const float* A, con
   constexpr int kStrideA = BM + 4;
   const int x = threadIdx.x % kThreadsX, y = threadIdx.x / kThreadsX;
 
-  // If each thread makes one copy, the block copies kRowsA rows of the tile of A, or kRowsB rows of
-  // the tile of B. So these are the distances between a thread's copies.
+  // With one copy by each of its threads the block copies kRowsA rows of the tile of A, or kRowsB
+  // rows of the tile of B. So a thread's next copy is that many rows further down.
   constexpr int kWidth = kAligned ? 4 : 1;
   constexpr int kRowsA = kThreads / BK, kRowsB = kThreads / (BN / kWidth);
   const int a_row = threadIdx.x / BK, a_k = threadIdx.x % BK;

@@ -388,11 +388,16 @@ __global__ void __launch_bounds__(32 * kWarpsM * kWarpsN)
 
 // This is *swizzled tiles* with kStages stages in shared memory. A stage has room for the two tiles
 // of one step, of A and of B. The tensor cores work on one stage while the copies for the next ones
-// are on their way. The idea is that of lesson 2's *async*. Here its loop has a name, copies_ahead
-// (primitives/async_copy.cuh). It starts the copies of the first kStages - 1 steps, and closes a
-// group for each step. next() waits for the group of the next step, and for the whole block at the
-// step's only barrier. It starts the copies of the step that is kStages - 1 further on. Then it
-// returns the number of the step whose tiles are there.
+// are on their way. The idea is that of lesson 2's *async*. Its loop, with three stages:
+//
+//     start the copies of steps 0 and 1, each as a group
+//     for each step:
+//       wait for the group of this step, and at a barrier for the whole block
+//       start the copies of the step after the next
+//       multiply the tiles of this step
+//
+// All but the last line is `copies_ahead` here (primitives/async_copy.cuh). Its next() does what
+// the first two lines in the loop say, and returns the number of the step whose tiles are there.
 template <int BM, int BN, int BK, int kWarpsM, int kWarpsN, int kStages, int kWidth>
 __global__ void __launch_bounds__(32 * kWarpsM * kWarpsN)
     matmul_stages(const half* A, const half* B, half* C, int n) {
@@ -453,9 +458,9 @@ __global__ void __launch_bounds__(32 * kWarpsM * kWarpsN)
 
 // ---- lean ---------------------------------------------------------------------------------------
 
-// Of the instructions of *stages* one in five is an ldmatrix or an mma.sync. (A profiler says so;
-// `results/` does not.) Most of the others work out addresses. Here these are worked out once, as
-// in lesson 2's *lean*: by TileCopies for the copies, and in the kernel for ldmatrix.
+// Of the instructions of *stages* one in five is an ldmatrix or an mma.sync, as a profiler counts
+// them. Most of the others work out addresses. Here these are worked out once, as in lesson 2's
+// *lean*: by TileCopies for the copies, and in the kernel for ldmatrix.
 
 // The sizes that follow from a choice of tiles. Shared memory has room for kStages stages. After
 // the last step of *double buffering* the same place has to hold the rounded tile of C.
@@ -470,11 +475,11 @@ struct MmaTiles {
   }
 };
 
-// What a thread copies of the tiles, kWidth elements at a time. If each thread makes one copy, the
-// block copies kRowsA rows of the tile of A, or kRowsB rows of the tile of B. So these are the
-// distances between a thread's copies. Rows and columns outside of the matrix are replaced by the
-// last ones inside. The sums that come from them are never stored. Only along k, which is summed
-// over, zeros are needed.
+// What a thread copies of the tiles, kWidth elements at a time. With one copy by each of its
+// threads the block copies kRowsA rows of the tile of A, or kRowsB rows of the tile of B. So a
+// thread's next copy is that many rows further down. Rows and columns outside of the matrix are
+// replaced by the last ones inside. The sums that come from them are never stored. Only along k,
+// which is summed over, zeros are needed.
 template <class Tiles, int kWidth>
 struct TileCopies {
   static constexpr int BM = Tiles::BM, BN = Tiles::BN, BK = Tiles::BK;
@@ -522,32 +527,34 @@ struct TileCopies {
   }
 };
 
-// For ldmatrix a lane keeps two numbers, a_lane and b_lane. To each ldmatrix it passes the address
-// of a piece of a row, 8 elements. Its piece for the first ldmatrix of A is at a_lane, and that for
-// the first ldmatrix of B is at b_lane, in elements from the beginning of a stage. Where are its
-// other pieces?
-//   - Some are in other rows, a multiple of 16 rows further on. These rows have the same r % 8, so
-//     they are swizzled alike, and a constant is added.
-//   - Others are in other columns. To add is wrong there, since swizzling moves columns: column c
-//     of row r lies at c ^ s, where s = 8 * (r % 8). Take A, and lane 2 of warp 0. This lane has
-//     row 2, so s = 16. These are its pieces for k = 0, 16, 32 and 48:
+// For ldmatrix a lane keeps two numbers, a_lane and b_lane: the places of its pieces for the first
+// ldmatrix of A and of B, in elements from the beginning of a stage. (To each ldmatrix a lane
+// passes the address of a piece of a row, 8 elements.) How does it find its other pieces? At the
+// first reading believe the kernel, and go on at "Copies are simpler".
+//
+// Pieces in other rows are a multiple of 16 rows further on. These rows have the same r % 8, so
+// they are swizzled alike, and a constant is added. For pieces in other columns to add is wrong,
+// since swizzling moves columns: column c of row r lies at c ^ s, where s = 8 * (r % 8). Take A,
+// and lane 2 of warp 0. It has row 2, so s = 16. These are its pieces for k = 0, 16, 32 and 48:
 //
 //         the piece begins at column    0   16   32   48
 //         and lies at column           16    0   48   32     which is 16 ^ k
 //
-//     Its a_lane is 2 * 64 + 16, and the piece for k is at a_lane ^ k. To work that out takes one
-//     instruction, and nothing is swizzled again.
+// Its a_lane is 2 * 64 + 16, and the piece for k is at a_lane ^ k: one instruction. Why is this
+// right for all lanes? Here are the bits of a place in the tile of A, with rows of 64 columns:
 //
-// Why is this right for all lanes? A lane's first piece begins at column c = 0 or c = 8. k is a
-// multiple of 16, so c and k have no bit in common, and c + k is c ^ k. The piece that begins there
-// lies at (c ^ k) ^ s. That is (c ^ s) ^ k, since the order of two ^ does not matter. And the row
-// begins at a multiple of BK, a power of two that is more than k, so ^ k changes the column only.
-// (In rows of 32 columns s is another number, and the rest is the same.)
+//         | row ... | column: 5 4 3 | column: 2 1 0 |
+//                         the piece   in the piece
 //
-// For B it is the same, with 16 * j in the place of k. The first piece begins at column warp_col or
-// warp_col + 8. warp_col is a multiple of WN, a power of two that is more than 16 * j, so again the
-// two have no bit in common. b_lane also contains kTileA, where the tile of B begins. That is a
-// multiple of BN, so it has no bit of 16 * j either.
+// k is 0, 16, 32 or 48: only bits 4 and 5. A lane's first piece begins at column 0 or 8, where
+// these two bits are 0. So k sets them, and nothing is carried: its other pieces begin at c ^ k.
+// Swizzling is ^, too, and the order of two ^ does not matter. (In rows of 32 columns s is another
+// number, and the rest is the same.)
+//
+// For B it is the same, with 16 * j in place of k. A lane's first piece begins at column warp_col
+// or warp_col + 8, and warp_col is a multiple of WN, a power of two that is more than 16 * j. So
+// there, too, the bits of 16 * j are 0. b_lane begins with kTileA, the place of the tile of B,
+// which is a whole number of rows.
 //
 // Copies are simpler. If kWidth is 8, the rows that a thread copies are multiples of 8 apart, so
 // they are swizzled alike: the compiler swizzles once, and adds constants.
@@ -555,9 +562,10 @@ struct TileCopies {
 // Tiles are larger, too. A block owns 256 x 128 elements of C and takes 64 of k in a step, and a
 // warp owns 64 x 64 elements (in *stages* 64 x 32). For 16 of k a warp executes 32 mma.sync and 8
 // ldmatrix; in *stages* 16 mma.sync and 6 ldmatrix. The price is as in lesson 2: only one such
-// block, of 8 warps, fits on a multiprocessor. So not all that is gained comes from the addresses.
-// Where shared memory is small, or N is no multiple of 8, tiles are as in *stages*. (`__restrict__`
-// promises the compiler that nothing that is read through A or B is written through C.)
+// block, of 8 warps, fits on a multiprocessor. How much is gained by the addresses, and how much by
+// the tiles, was not measured. Where shared memory is small, or N is no multiple of 8, tiles are as
+// in *stages*. (`__restrict__` promises the compiler that nothing that is read through A or B is
+// written through C.)
 template <int BM, int BN, int BK, int kWarpsM, int kWarpsN, int kStages, int kWidth>
 __global__ void __launch_bounds__(32 * kWarpsM * kWarpsN, 1)
     matmul_lean(const half* __restrict__ A, const half* __restrict__ B, half* __restrict__ C,
@@ -573,8 +581,8 @@ __global__ void __launch_bounds__(32 * kWarpsM * kWarpsN, 1)
   const int row0 = tile_m * BM, col0 = tile_n * BN;
   const int steps = (n + BK - 1) / BK;
   using Copies = TileCopies<Tiles, kWidth>;
-  // As a member of `copies` this array would keep all of `copies` in memory, not in registers.
-  // (Seen in the code that nvcc made.)
+  // This array is no member of `copies`: with such a member nvcc puts all of `copies` into memory,
+  // and not into registers.
   typename Copies::Offsets offsets;
   Copies copies(A, B, row0, col0, n, offsets);
   const auto copy_step = [&](int step) {
@@ -650,8 +658,8 @@ __global__ void __launch_bounds__(32 * kWarpsM * kWarpsN, 1)
   const int row0 = tile_m * BM, col0 = tile_n * BN;
 
   using Copies = TileCopies<Tiles, kWidth>;
-  // As a member of `copies` this array would keep all of `copies` in memory, not in registers.
-  // (Seen in the code that nvcc made.)
+  // This array is no member of `copies`: with such a member nvcc puts all of `copies` into memory,
+  // and not into registers.
   typename Copies::Offsets offsets;
   Copies copies(A, B, row0, col0, n, offsets);
 
@@ -704,14 +712,14 @@ __global__ void __launch_bounds__(32 * kWarpsM * kWarpsN, 1)
         if (writing == end) writing = mma_tiles;
       }
       const int buffer = k / 16 % 2;
-      // The products go along a row of `sum`, then back along the next one. So where the way turns
-      // back, two products that follow each other have the same fragment of B, and might read it
-      // only once. (What that gains was not measured.)
+      // The products go along a row of `sum`, and back along the next one: j is 0, 1, 2 ... in even
+      // rows i, and ... 2, 1, 0 in odd ones. So at each turn two products that follow each other
+      // have the same fragment of B. (Whether that gains something was not measured.)
 #pragma unroll
       for (int i = 0; i < WM / 16; ++i) {
 #pragma unroll
-        for (int forth = 0; forth < WN / 8; ++forth) {
-          const int j = i % 2 == 0 ? forth : WN / 8 - 1 - forth;
+        for (int nth = 0; nth < WN / 8; ++nth) {
+          const int j = i % 2 == 0 ? nth : WN / 8 - 1 - nth;
           mma_m16n8k16<half>(sum[i][j], a[buffer][i], b[buffer][j / 2][j % 2 * 2],
                              b[buffer][j / 2][j % 2 * 2 + 1]);
         }
@@ -747,14 +755,17 @@ __global__ void __launch_bounds__(32 * kWarpsM * kWarpsN, 1)
 // ---- How to read the kernels for Hopper ---------------------------------------------------------
 
 // At the first reading believe what the comments say of a word, and do not open primitives/hopper/.
-// Read *one warpgroup* and *warp specialization* line by line: there all waits are written out. In
-// every kernel look for two things: a loop over the steps that starts copies, and a loop over the
-// steps that multiplies. In *one warpgroup* they are the same loop. From *warp specialization* on
-// they are in the two branches of an `if`, which different warps take: the producer and the
-// consumers. *tile scheduler* puts a loop over tiles around each of the two. *clusters* and
-// *rasterization* differ from it in little more than what their comments speak of. (docs/hopper.md
-// has the same words with pictures. HOPPER_CODE is 1 where the compiler takes Hopper's
-// instructions.)
+// docs/hopper.md has the same words with pictures. Read *one warpgroup* and *warp specialization*
+// line by line: there all waits are written out. In every kernel look for two loops over the steps:
+// one that starts copies, and one that multiplies.
+//
+//     one warpgroup          both are the same loop
+//     warp specialization    they are the two branches of an `if`: some warps, the producer, copy,
+//                            and others, the consumers, multiply
+//     tile scheduler         around each of the two is a loop over tiles
+//     clusters, rasterization    as *tile scheduler*, and what their comments speak of
+//
+// HOPPER_CODE is 1 where the compiler takes Hopper's instructions.
 
 // What a stage has room for: a tile of A, BM x 64, and one of B, 64 x BN. A box is what one copy of
 // Hopper's copy engine brings: some rows of 64 columns, swizzled as above. The tile of A, a
@@ -888,22 +899,25 @@ __global__ void __launch_bounds__(128)
 // ones. When these are done it gives their stage back. So in step i it gives back the stage of step
 // i - 1.
 //
-// What does the producer wait for? Steps go around the stages, again and again. Each time around is
-// a *lap*, counted from 0. Before the producer fills a stage in one lap, the consumers must have
-// emptied it in the lap before. In lap r the consumers wait for phase r of `full`, with
-// `ring.parity`. The producer waits for phase r - 1 of `empty`, whose parity is the other one,
-// `ring.parity ^ 1`.
+// What does the producer wait for? Before it fills a stage again, the consumers must have emptied
+// it. Steps go around the stages, again and again, and each time around is a *lap*, counted from 0.
+// In lap r the consumers wait for phase r of `full`, and the producer for phase r - 1 of `empty`.
+// So their parities differ: the consumers' is `ring.parity`, the producer's `ring.parity ^ 1`. In
+// lap 0 the producer has nothing to wait for: a new barrier behaves as if a phase -1, of parity 1,
+// were over. With four stages, for example:
 //
-// For example, with four stages step 5 is in stage 1, in lap 1. There the consumers wait for phase
-// 1 of `full`, parity 1. The producer waits for phase 0 of `empty`, parity 0, which ends when both
-// consumers have multiplied step 1. In lap 0 the producer has nothing to wait for, and its wait,
-// for parity 1, ends at once: a new barrier behaves as if a phase of parity 1 were over.
+//     step   stage   lap    consumers: parity of full    producer: parity of empty
+//      0      0       0              0                    1, over from the beginning
+//      1      1       0              0                    1, over from the beginning
+//      5      1       1              1                    0, over when step 1 has been multiplied
+//      9      1       2              0                    1, over when step 5 has been multiplied
 //
-// A sum of 64 x 256 takes 128 registers of each thread. The producer needs few. So it gives some of
-// its registers to the consumers. (Only a whole warpgroup can do that. So the producer is one,
-// though a single thread does its work.) Each of the 384 threads begins with 168 registers, the
-// largest multiple of 8 for which the multiprocessor has enough. Then each thread of the producer
-// keeps 24 (registers_shrink_to), and each thread of a consumer gets 240 (registers_grow_to).
+// A sum of 64 x 256 takes 128 registers of each thread of a consumer. The producer needs few, so it
+// gives some of its registers to the consumers. (Only a whole warpgroup can do that. So the
+// producer is one, though a single thread does its work.) Each of the 384 threads begins with 168
+// registers, 64512 in all, of 65536. Then the 128 threads of the producer keep 24 each
+// (registers_shrink_to), and the 256 of the consumers get 240 each (registers_grow_to): 3072 and
+// 61440, again 64512.
 template <int kStages>
 __global__ void __launch_bounds__(384, 1)
     matmul_specialized(const __grid_constant__ CUtensorMap A, const __grid_constant__ CUtensorMap B,
@@ -1227,18 +1241,17 @@ __global__ void HOPPER_CLUSTER(2) __launch_bounds__(384, 1)
 #if HOPPER_CODE
 // dividend / divisor, rounded down, for numbers from 0 to 2^20. It is computed in fp32, in 6
 // instructions instead of 30. The 0.5 keeps the quotient at least 0.5 / divisor away from every
-// whole number. The error of __fdividef is about half of that at most: 2 units in the last place
-// (CUDA C++ Programming Guide, "Intrinsic Functions"), which are 2^-22 of the quotient or less.
+// whole number, and __fdividef is wrong by less than that.
 __device__ inline int quotient(int dividend, int divisor) {
   return static_cast<int>(__fdividef(dividend + 0.5f, static_cast<float>(divisor)));
 }
 
 // Keeps the clusters in step. A pace is kSteps steps. In each cluster the producer of block 0
-// counts its paces. All of them add to one number in memory, by GridCount's atomic operations. A
-// cluster that is more than one pace ahead of the mean waits. For example, one of 64 clusters that
-// has just made its third pace waits until all together have made 2 * 64. But it looks at this
-// number only kPatience times: waiting saves reads of memory, but the result does not need it, and
-// some clusters may not have got a multiprocessor yet.
+// counts how many paces it has made. It also adds each pace to a number in memory, the total of all
+// clusters, by GridCount's atomic operations. A cluster that is more than one pace ahead of the
+// mean waits. For example, one of 64 clusters that has just made its third pace waits until the
+// total is 2 * 64. But it looks at the total only kPatience times: waiting saves reads of memory,
+// but the result does not need it, and some clusters may not have got a multiprocessor yet.
 struct Pace {
   static constexpr int kSteps = 16, kPatience = 256;  // kPatience: how often to look
   unsigned* total;

@@ -13,8 +13,8 @@
 //
 // Together these are (2 K + 11 H) M elements, where K M + H M would do: with K = 128 channels and H
 // = 64 hidden, 5 times as much. (The weights and biases are left out. They are 33 kB here, and stay
-// in a cache.) At these shapes the layer is memory-bound: arithmetic would take little more than a
-// quarter of the time that the least possible traffic takes. So those bytes are the time. The first
+// in a cache.) At these shapes the layer is memory-bound: at an H100's peak rates its arithmetic
+// takes 0.13 ms, and its least possible bytes take 0.48 ms. So those bytes are the time. The first
 // table shows how near each step comes to a limit of its own. No single step is slow. They just do
 // not need to exist.
 //
@@ -182,7 +182,7 @@ int run_lesson(Lesson& lesson, GatingShape shape) {
   Cublas blas;
   const int64_t n = lesson.n();
 
-  // 6, here and below: on the way to out as many results are rounded to fp16.
+  // The 6, here and below: on the way to out six results are rounded to fp16.
   GatingProblem steps(lesson, blas, "the six steps", shape, 6);
   const auto temporary = [](const GatingProblem& layer) {
     return layer.problem.output<half>(layer.out.size());

@@ -92,7 +92,13 @@ __global__ void gating_simple(const __grid_constant__ GatingOperands in) {
 
 // A block owns BM rows and BH columns of out. In a step, BK of k, it has a tile of x in shared
 // memory, BM x BK, and a tile of each weight, BK x BH. It consists of kWarpsM x kWarpsH warps, each
-// of which has 16 kRows x 16 kCols elements of out.
+// of which has 16 kRows x 16 kCols elements of out. main() chooses the sizes. On a GPU with enough
+// shared memory they are, with rows aligned to 16 bytes:
+//
+//                         BM    BH    BK   warps   kRows   kCols   stages
+//     tensor cores        64    64    32   2 x 2     2       2     1
+//     async tiles        128    64    64   2 x 2     4       2     2
+//     resident weights    64    64   128   2 x 2     2       2     3, of x alone
 template <int kBlockRows, int kBlockCols, int kDepth, int kWarpsM, int kWarpsH, bool kAligned_>
 struct GateTiles {
   static constexpr int BM = kBlockRows, BH = kBlockCols, BK = kDepth;
@@ -334,9 +340,9 @@ __global__ void __launch_bounds__(Tiles::kThreads) gating_resident(GatingOperand
 
 // ---- warp specialization ------------------------------------------------------------------------
 
-// The last kernels use what lesson 3's last kernels introduce, and explain at each kernel: the
-// copy engine (TMA), barriers in shared memory (mbarrier), products of a warpgroup (wgmma), and the
-// words around them: Box, LeftTile, RightTile, Sum, Pipeline, Writer, Reader, BlockGrid. These are
+// The last kernels are made of what lesson 3's kernels for Hopper introduce. There these words are
+// explained: above *one warpgroup* Box, LeftTile, RightTile and Sum, in it the copy engine (TMA),
+// mbarrier and wgmma, and in *tile scheduler* Pipeline, Writer, Reader and BlockGrid. These are
 // new:
 //   - bulk_load(to, from, bytes, barrier) copies bytes that lie one after the other. It needs no
 //     tensor map.
@@ -362,9 +368,10 @@ __device__ inline float gated(float gate, float value) {
 // elements need one pair of biases, pair p. The next four are 8 columns further on, so that 64
 // columns are eight pairs.
 //
-// `cols` is how many columns out has from the first of these on. It is even, so a pair exists or it
-// does not. It may be less than 64, and in *clusters* 0 or negative: then no pair exists. A pair
-// beyond the end gets the last two biases. Its results are never stored.
+// `cols` is how many columns there are from the first one to the end of out. If these are less than
+// 64, the pairs beyond the end get the last two biases, and their results are never stored. (`cols`
+// is even, so no pair is half outside. In *clusters* the whole 64 may lie beyond the end: then
+// `cols` is 0 or negative.)
 struct Gate {
 #if HOPPER_CODE
   half2 b1[8], b2[8];

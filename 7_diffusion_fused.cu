@@ -44,12 +44,13 @@
 //     clusters     One launch with clusters that share the basis, for both passes.
 //
 // The limit that a table prints counts each input and each output once, the basis too. But both
-// products need the basis. Between the two products the basis would have to stay on chip. There is
-// room for the basis of about 10^5 vertices. *half fused* and *split-K* keep nothing, and read the
-// basis twice. For a large mesh they read it from memory both the first and the second time. With E
-// = 128 and W = 256 they then move 1.2 times as many bytes as the least. *one launch* needs room
-// for x as well. And with W = 256 two blocks keep the same rows of the basis. So it keeps the basis
-// of about 21000 vertices, and of a larger mesh it reads the rest twice.
+// products need the basis, so between the two it would have to stay on chip. With E = 128 a vertex
+// has 256 bytes of it, and 132 multiprocessors with 227 KB of shared memory each have room for
+// about 10^5 vertices. *half fused* and *split-K* keep nothing, and read the basis twice. With W =
+// 256 they read or write 1.2 times the least bytes. (Of that the L2 cache may still have a part:
+// for 131072 vertices a profiler saw 1.1 times the least.) *one launch* needs room for x as well.
+// And with W = 256 two blocks keep the same rows of the basis. So it keeps the basis of about 21000
+// vertices (the lesson's page counts them), and of a larger mesh it reads the rest twice.
 //
 // The first three need compute capability 8.0 (bf16 on tensor cores), the last two need 9.0. The
 // CPU backend runs all.
@@ -110,7 +111,8 @@ using Operands = DiffusionOperands;
 // A block owns kE x kW elements of the spectrum, and each of its warps kWarpE x kWarpW of these, in
 // registers. A step adds what kV vertices contribute. Of their rows it needs kE columns of the
 // basis, kW columns of the values, and the masses: this is a stage. kStages of them are in shared
-// memory. While one is multiplied, the others are on their way.
+// memory. While one is multiplied, the others are on their way. (kSide is 64 or 128: LargeTile
+// and SmallTile, at the end of the file.)
 template <int kSide, int kWarpsAlongE, int kWarpsAlongW, int kBlocksFit>
 struct ProjectTile {
   static constexpr int kE = kSide, kW = kSide, kV = 64, kStages = 3, kWarpsW = kWarpsAlongW;
@@ -139,10 +141,10 @@ __device__ unsigned neighbours(const bf16* at) {
 // *half fused* has one slice. So a spectrum of 128 x 256 is eight blocks, on eight multiprocessors.
 // README's table has 0.8 ms, nearly all of it for the 2048 steps of such a block, so a step takes
 // 0.4 microseconds. It brings 64 vertices x (64 + 64) columns x 2 bytes, 16 KB: 40 GB/s for each
-// multiprocessor, and 0.3 TB/s for all eight, a tenth of what the memory can serve. What a step
-// waits for was not measured. A load from memory takes about as long as a step, and two stages are
-// under way, so loads alone do not explain it. But a multiprocessor that has one block has only
-// that block's few warps, and while these wait nobody works.
+// multiprocessor, and 0.3 TB/s for all eight, a tenth of what the memory can serve. So memory is
+// not what bounds it. A multiprocessor that has one block has only that block's few warps, and
+// while these wait nobody works. (What they wait for was not measured. A load from memory takes
+// about as long as a step, and two stages are under way, so loads alone do not explain it.)
 //
 // *split-K* has as many slices as it takes to fill the GPU. The blocks of one slice run at the same
 // time, and share what they read through the L2 cache. Two of them ask for the same part of x, and
@@ -572,10 +574,10 @@ __global__ void __launch_bounds__(384, 1)
     const int thread = static_cast<int>(threadIdx.x) - 128, consumer = thread / 128;
     MeetingPlace& place = places[blockIdx.x];
     const cuda::atomic_ref<unsigned long long, cuda::thread_scope_device> arrivals(place.arrivals);
-    // The counter is never set back: each earlier launch has added `groups` to it. Those blocks of
-    // this launch that have arrived already have added less than `groups`, since this block has
-    // not. So the division by `groups`, rounded down, is the number of earlier launches, and the
-    // same in every block.
+    // The counter is never set back: each earlier launch has added `groups` to it. This launch has
+    // added less than `groups` so far, since this block has not arrived yet. So the division by
+    // `groups`, rounded down, is the number of earlier launches, and the same in every block. For
+    // example, with groups = 10 after three launches it is 30 to 39, so 3.
     const unsigned long long launches = arrivals.load(cuda::memory_order_relaxed) / groups;
     const unsigned long long all_of_them = (launches + 1) * groups;
     auto& total = place.sums[launches % 2];

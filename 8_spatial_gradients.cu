@@ -10,17 +10,8 @@
 // surface at each of the mesh's V vertices. Its two components, in the plane that touches the
 // surface there, are the complex number xr + i xi. Learned weights Lr + i Li mix and rotate the
 // gradients of a vertex to ar + i ai. The result says how much a gradient and its mixed gradient
-// point the same way: tanh of their scalar product u. Backward, dOut (V, W) is given, the gradient
-// with respect to out. With g = dOut * (1 - tanh(u)^2) the other gradients follow from P, Q, R, S:
-//
-//     P = g * xr,  Q = g * xi,  R = g * ar,  S = g * ai                                     (V, W)
-//     dLr = P^T xr + Q^T xi,  dLi = Q^T xr - P^T xi                                         (W, W)
-//     dx  = Gr^T (R + P Lr + Q Li) + Gi^T (S - P Li + Q Lr)                                 (E, W)
-//
-// Where do these come from? The derivative of tanh(u) is 1 - tanh(u)^2, so g is the gradient with
-// respect to u. P and Q are the gradients with respect to ar and ai. R and S are those with respect
-// to xr and xi, as far as these are factors in u. But xr and xi are also factors in ar and ai: from
-// there come the terms with Lr and Li in dx.
+// point the same way: tanh of their scalar product u. The backward pass is explained where its
+// kernels begin ("What is computed backward").
 //
 // With E = 128 and W = 256 that is 4 V E W + 8 V W W operations forward, 655 000 a vertex, for the
 // 1024 bytes that a vertex has in Gr, Gi and out. Arithmetic is the limit, as in lesson 3, if xr,
@@ -41,16 +32,6 @@
 // are [Gr, Gi] times something small that fits on chip. What is rounded to bf16 in between is M1
 // and M2 instead of xr and xi; the error column tells what that costs. The tables count this least
 // number of operations for every kernel, so the column TFLOP/s compares the kernels' times.
-//
-// Backward, the sums over V become products with [Gr, Gi]^T:
-//
-//     dM1 = Gr^T P + Gi^T Q,  dM2 = Gr^T Q - Gi^T P,  D = Gr^T R + Gi^T S                   (E, W)
-//     dLr = dM1^T x,  dLi = dM2^T x,  dx = D + dM1 Lr + dM2 Li
-//
-// Instead of products (W, V) x (V, W) these are (E, V) x (V, W), each half the work if E is half of
-// W; the products with x, Lr and Li are small. The products with Gr^T and Gi^T have long sums, but
-// too few results to keep a GPU busy. So the sums over V are cut into slices, as in lesson 7. The
-// field calls that split-K.
 //
 //     unfused                forward 12, backward 22 library and elementwise kernels, as a
 //                            framework does it (problems/gradients/gradients.cu)
@@ -95,20 +76,25 @@ using Operands = GradientsOperands;
 // of 64 columns, each a tile of its own, swizzled. What differs from kernel to kernel is where
 // tiles come from, and how long they stay.
 //
-// The words, from primitives/:
-//   - load_left loads a warp's fragments of a left factor from a tile to registers, load_right
-//     those of a right factor, and add_product adds their product to Sums, the warp's results in
-//     registers (as in lesson 7). load_right_transposed takes a factor that lies transposed in
-//     shared memory, such as rows of Lr for Lr^T. negate changes the sign of a left factor.
-//   - copy_swizzled starts the copies of a tile. copies_ahead starts those of the next steps, and
-//     its next() waits until those of this step are there (lesson 3's *stages*).
-//   - A lane's results are pairs of neighbours in a row, one pair of each 8 x 8 results. Pair
-//     (i, j) is in rows 8 i to 8 i + 7 and columns 8 j to 8 j + 7 of the warp's results. pair_of is
-//     such a pair of the sums, and pair_in is its place in a tile. pack2 rounds a pair to one
-//     register, and unpack2 makes two floats of that again.
-//   - to_tile rounds a warp's sums into a tile in shared memory. store_results stores a warp's
-//     results to a matrix, by way of `staging`, shared memory of the warp's own. The function that
-//     it is given computes pair (i, j) of the results.
+// The words, from primitives/. A lane's results are pairs of neighbours in a row, as in lesson 3:
+// of each 8 x 8 matrix of the warp's results a lane has one pair. Pair (i, j) is that of the matrix
+// in row i and column j of matrices.
+//
+//     load_left, load_right      load a warp's fragments of a left and a right factor from a tile
+//     load_right_transposed      the same of a factor that lies transposed, such as rows of Lr for
+//                                Lr^T
+//     negate                     changes the sign of a left factor
+//     add_product                multiplies such fragments, and adds to Sums, the warp's results in
+//                                registers (as in lesson 7)
+//     pair_of, pair_in           pair (i, j) of the sums; its place in a tile
+//     pack2, unpack2             round a pair to one register; make two floats of that again
+//     to_tile                    rounds a warp's sums into a tile in shared memory
+//     store_results              stores a warp's results to a matrix, through `staging`, shared
+//                                memory of the warp's own. A function that it is given computes
+//                                pair (i, j) of them
+//     copy_swizzled              starts the copies of a tile
+//     copies_ahead, next()       start the copies of the next steps; waits for those of this one
+//                                (lesson 3's *stages*)
 constexpr int kBox = 64;
 constexpr int kTile = kBox * kBox;  // elements of a square tile: 8 KB
 __host__ __device__ constexpr int boxes_of(int64_t extent) {
@@ -235,10 +221,10 @@ __global__ void __launch_bounds__(kThreads) gradient_features(Operands in) {
 // M1 = x Lr^T and M2 = x Li^T are products with E rows, and backward ends with such products, too.
 // They have few results and long sums. One block for each 64 x 64 results would leave most of the
 // GPU idle, and there is so little to do that what counts is how often a block waits for memory. So
-// a block owns only 32 x 32 results, and its eight warps divide the inner dimension among
-// themselves: a step is 128 of it, and each warp multiplies 16 of these, for all results. At the
-// end the warps' sums are added up in shared memory. That is split-K in a block. The copies of up
-// to four steps are under way at once.
+// a block owns only 32 x 32 results, and its eight warps share the long sum: a step has 128 of its
+// terms, and each warp multiplies 16 of them, for all 32 x 32 results. At the end the warps' sums
+// are added up in shared memory. That is split-K in a block. The copies of up to four steps are
+// under way at once.
 //
 // The words:
 //   - Lies says how a factor lies in memory: as it is, or transposed.
@@ -500,8 +486,7 @@ __global__ void __launch_bounds__(kThreads) associated_features(Operands in, con
 //
 // (Why is Gr [M1 | M2 | x] not one product of 192 columns? Gi [-M2 | M1], which is added to a part
 // of the same registers, has 128 columns. Products that are added to the same registers may follow
-// each other at once only if all have the same shape. Otherwise a wgmma_fence() is needed between
-// them: PTX ISA, "wgmma.fence".)
+// each other at once only if all have the same shape: PTX ISA, "wgmma.fence".)
 //
 // The words of the product, from primitives/hopper/tiles.cuh:
 //   - Box<bf16, 64>: 64 rows of 64 numbers in shared memory, swizzled: what one copy brings.
@@ -803,14 +788,32 @@ __device__ float tanh_slope(float u) {
   return inverse * (four_e * inverse);
 }
 
-// What is computed, once more, with g = dOut * (1 - tanh(u)^2):
+// What is computed backward? dOut (V, W) is given, the gradient with respect to out. The derivative
+// of tanh(u) is 1 - tanh(u)^2, so g = dOut * (1 - tanh(u)^2) is the gradient with respect to u. In
+// u = xr * ar + xi * ai each factor gets g times the other one:
 //
-//     P = g * xr,  Q = g * xi,  R = g * ar,  S = g * ai                                     (V, W)
+//     P = g * xr,  Q = g * xi      the gradients with respect to ar and ai                  (V, W)
+//     R = g * ar,  S = g * ai      what xr and xi get from u itself                         (V, W)
+//
+// But ar and ai are made of xr and xi: ar = xr Lr^T - xi Li^T, ai = xi Lr^T + xr Li^T. So xr gets P
+// Lr + Q Li from these, too, and xi gets Q Lr - P Li. And xr is Gr x, xi is Gi x. That gives
+//
+//     dLr = P^T xr + Q^T xi,  dLi = Q^T xr - P^T xi                                         (W, W)
+//     dx  = Gr^T (R + P Lr + Q Li) + Gi^T (S - P Li + Q Lr)                                 (E, W)
+//
+// Here, too, products can be bracketed in another way, so that the sums over V are products with
+// [Gr, Gi]^T:
+//
 //     dM1 = Gr^T P + Gi^T Q,  dM2 = Gr^T Q - Gi^T P,  D = Gr^T R + Gi^T S                   (E, W)
 //     dLr = dM1^T x,  dLi = dM2^T x,  dx = D + dM1 Lr + dM2 Li
 //
-// `associate` makes M1 and M2, as forward. Then accumulate_backward computes the first two lines
-// and leaves partial sums, add_slices adds these up, and finish_backward computes the third line.
+// Instead of products (W, V) x (V, W) these are (E, V) x (V, W), each half the work if E is half of
+// W; the products with x, Lr and Li are small. The products with Gr^T and Gi^T have long sums, but
+// too few results to keep a GPU busy. So the sums over V are cut into slices, as in lesson 7.
+//
+// `associate` makes M1 and M2, as forward. Then accumulate_backward computes P, Q, R and S, and
+// leaves partial sums of dM1, dM2 and D. add_slices adds these up, and finish_backward computes the
+// last line.
 //
 // xr, xi, ar and ai are computed again, at the cost of the forward pass. If that pass saved them,
 // it would write 2 KB a vertex, and this one would read them: four times as many bytes as Gr and Gi

@@ -25,27 +25,31 @@
 // (2) against (3) is fusion, where the product is the same. (1) against (2) compares the library's
 // product with ours, and also how the two are launched: ours starts early, the library's does not.
 // Three of our products have both rows, (2) and (3): *tensor cores*, *specialized* and *tiles*.
-// (The third pair is no measure of fusion: why, is said at *fused tiles*.)
+// (The third pair is no measure of fusion: *fused tiles* says why.)
 //
-// The kernels, each with the one idea that it adds. (Above each kernel its words are explained.)
+// How does a row come together, and which product makes its logits? The rows of a table are named
+// after the two:
 //
-//     softmax of logits      what comes after an unfused product
-//     fused rows             a block has a row, and reads all of W: simple, but W is read B times
-//     unfused tiles,         32 rows share what a block reads of W. Fused: a block has all columns
-//     fused tiles            of its rows (at most 128), so a row is in the lanes of one warp
-//     fused cluster          split-K: each of 8 blocks adds up an eighth of D. They send their
-//                            partial sums through distributed shared memory
-//     online tiles           more than 128 columns: a block leaves the maximum and the sum of its
-//                            part of a row, and a second kernel finishes. So this is half fused
-//     exchange tiles         the blocks of a row run at the same time, keep their logits in
-//                            registers, and tell each other only maximum and sum
-//     unfused tensor cores,  *fused cluster* with the product on tensor cores
-//     fused tensor cores
-//     unfused specialized,   *online* and *exchange* with lesson 3's product: warp specialization,
-//     online specialized,    a pipeline of stages, and clusters of blocks that share what they copy
-//     fused specialized
-//     fused split-K          *fused rows* again, for at most 16 columns: the threads of a block
-//                            share D, so the loads of 128 inputs are under way at once
+//     how a row comes together               simple product    on tensor cores, 128    lesson 3's
+//                                            (CUDA cores)      columns at most         product
+//     unfused: logits go to memory, and a    unfused tiles     unfused tensor cores    unfused
+//       kernel after it reads them                                                     specialized
+//     fused: one block has whole rows        fused tiles       fused tensor cores
+//     fused: the blocks of a row tell        exchange tiles                            fused
+//       each other maximum and sum                                                     specialized
+//     online: logits and each part's         online tiles                              online
+//       maximum and sum go to memory                                                   specialized
+//
+// Three more kernels have a product of their own:
+//
+//     fused rows       a block has a row, and reads all of W: simple, but W is read B times
+//     fused cluster    split-K: each of 8 blocks adds up an eighth of D. They send their partial
+//                      sums through distributed shared memory. *tensor cores* does the same
+//     fused split-K    *fused rows* again, for at most 16 columns: the threads of a block share D,
+//                      so the loads of 128 inputs are under way at once
+//
+// *specialized* has lesson 3's warp specialization, pipeline of stages, and clusters of blocks that
+// share what they copy. The simple products are there to be read; judge by the other two columns.
 //
 // So the ideas lead to *fused tensor cores* for up to 128 columns. For more columns they lead to
 // *fused specialized*, or to *online specialized* where a row of logits has more tiles than run at
@@ -58,18 +62,20 @@
 // and a line below the tables says so. How any shape can be taken: docs/softmax.md.
 //
 // There are two sets of tables, never mixed (but for those of rows of only -inf): true fp32
-// accuracy, and TF32, where a product may round its operands to 10 bits of mantissa, so that tensor
-// cores can multiply them. The kernels on the CUDA cores do not round operands. The TF32 tables
-// lack *fused rows*. The others are in both sets, where a shape is not too large for them. In the
-// fp32 tables tensor cores multiply in "3xTF32": each operand is split into two TF32 numbers, and
-// there are three products instead of one. The error is held to the bound of fp32.
+// accuracy, and TF32, where a product may round its operands to 11 bits of precision (10 that are
+// stored, and the leading 1), so that tensor cores can multiply them. The kernels on the CUDA cores
+// do not round operands. The TF32 tables lack *fused rows*. The others are in both sets, where a
+// shape is not too large for them. In the fp32 tables tensor cores multiply in "3xTF32": each
+// operand is split into two TF32 numbers, and there are three products instead of one. The error is
+// held to the bound of fp32.
 //
 // All kernels of ours, the softmax of (1) and (2) among them, are launched early
 // (primitives/early_launch.cuh): here the time between two kernels counts. When all blocks of a
 // kernel have called start_next_kernel() or ended, blocks of the next kernel may take the places
 // that are free. wait_for_previous_kernel() waits until the kernel before has ended. Only then may
-// a kernel read what the kernel before writes, or write what it reads. start_next_kernel() can
-// stand before the wait, since the next kernel's blocks wait for this kernel, too.
+// a kernel read what the kernel before writes, or write what it reads. start_next_kernel() may be
+// called before that wait: the next kernel's blocks start then, but they, too, wait for the end of
+// this kernel.
 //
 // A logit of -inf has the probability 0. If all logits of a row are -inf, there is no maximum to
 // subtract: all of the row's probabilities become NaN, in the reference, too.
@@ -426,8 +432,8 @@ __global__ void __launch_bounds__(kThreads)
 // *fused rows* reads it B times. But few rows are few blocks: 1024 rows are 32 blocks, and an H100
 // has 132 multiprocessors.
 //
-// This row is no measure of fusion. In our tables it takes about half of the time of *unfused
-// tiles* at 1024x1024x100, with the same product and the same 32 blocks: why, has not been
+// This row is here to be read, and is no measure of fusion: at 1024x1024x100 it takes about half of
+// the time of *unfused tiles*, with the same product and the same 32 blocks, and why was not
 // measured. What fusion saves there can be seen in the rows *tensor cores*: about a microsecond.
 __global__ void __launch_bounds__(kThreads) fused_tiles(SoftmaxInputs in, float* probs) {
   start_next_kernel();
@@ -918,11 +924,16 @@ __global__ void HOPPER_CLUSTER(kSplits) __launch_bounds__(2 * kClasses, 1)
 //     Posted     from the highest bit: 31 bits of the sum, 1 bit "turn", 32 bits of the maximum
 //
 // How does a reader know that these 8 bytes are of this launch? The sum can spare its last bit. In
-// its place is the turn, which is 1 in the first launch, 0 in the second, and so on. Readers read
-// again until it is this launch's turn. One bit is enough, because every launch overwrites every
-// entry, also those of rows beyond B: what an entry has before that is of the launch before, which
-// had the other turn. So no counter is needed, and there are two trips. Nor is a release needed, or
-// an acquire: all that a reader wants is in this one access.
+// its place is the turn, and readers read again until it is this launch's turn:
+//
+//     launch     writes turn    finds in an entry, until it has been written
+//     first      1              0: memory begins as zeros
+//     second     0              1: of the first launch
+//     third      1              0: of the second launch
+//
+// One bit is enough, because every launch overwrites every entry, also those of rows beyond B. So
+// no counter is needed, and there are two trips. Nor is a release needed, or an acquire: all that a
+// reader wants is in this one access.
 enum class Then { logits, parts, probabilities };
 
 using Posted = unsigned long long;  // a maximum, a sum, and the bit

@@ -229,7 +229,8 @@ __device__ __forceinline__ void mask(float (&logits)[kCount], int key, const int
 // them, is what it has to hold of them as a left factor: the probabilities never leave the
 // registers.
 //
-// The last keys come first, so that the tile which the mask cuts is at the beginning.
+// The last keys come first. With a causal mask the last tiles are those that the mask cuts, so all
+// tiles that come later are whole, and need no check.
 //
 // The words, from primitives/:
 //     copy_swizzled                 starts the copies of a tile to shared memory, where it lies as
@@ -648,9 +649,9 @@ __global__ void __launch_bounds__(384, 1)
 //
 // So a step begins with exponentials of this tile in `probs`, the left factor, and ends with those
 // of the next tile. If the next tile has a larger maximum, the rows of the results have to be
-// multiplied by a number, `factor`. But wgmma still adds to the registers of the results. So they
-// can be multiplied by it only when wgmma is done, and while this consumer multiplies them it has
-// no products under way. By itself the new order gains little.
+// multiplied by a number, `factor`. But wgmma still adds to the registers of the results. So this
+// consumer first waits until wgmma is done, and then multiplies them. Meanwhile it has no products
+// under way. By itself the new order gains little.
 //
 // *rare factors*, kRarely, multiplies them in few tiles only: see OnlineRows.
 template <typename T, int kWidth, bool kRarely>

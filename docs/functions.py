@@ -28,6 +28,8 @@ def operator_of(name):
 def table():
     blocks = []
     for name, text in functions():
+        if name.endswith("_workspace") and name != "fk_plan_workspace":
+            continue  # a sentence above the table tells of these
         first, _, _ = text.partition(". ")
         blocks.append(f"| `{name}` | {first.rstrip('.').replace('|', '/')}. |")
     return "\n".join(["| function | what it does |", "|---|---|", *blocks]) + "\n"
