@@ -15,7 +15,8 @@ applied to the spectrum. On a GPU, in torch.bfloat16 and torch.float16, diffusio
 forward and backward. They read mass, evals and times in that type, too. In torch.float32 they do so for lists of meshes
 alone; else product() multiplies, because backward that is faster, and the MLPs' linear layers, too. All this fp32 is
 multiplied with math="tf32x3": that is about as accurate as PyTorch's products in fp32, which run on the CUDA cores,
-while these run on tensor cores. All else, the CPU and torch.float64, are PyTorch's products, by the same formulas.
+while these run on tensor cores. After torch.set_float32_matmul_precision("high") it is math="tf32", and linear layers
+are PyTorch's. All else, the CPU and torch.float64, are PyTorch's products, by the same formulas.
 
 The type is that of the weights, or the one of torch.autocast. There are gradients of x and of all parameters, but none
 of the mesh."""
@@ -171,12 +172,16 @@ def _product(matrix, x):
     """Where the matrix is columns of another one, rows have to be multiples of 16 bytes apart, too."""
     if not matrix.is_contiguous() and matrix.stride(-2) % 4:
         matrix = matrix.contiguous()
-    return calls["product"](matrix, x.contiguous(), "tf32x3")
+    return calls["product"](matrix, x.contiguous(), _math_of(torch.float32))
+
+
+def _may_take_tf32():
+    return torch.get_float32_matmul_precision() != "highest"
 
 
 def _math_of(dtype):
-    """How operators multiply."""
-    return "tf32x3" if dtype == torch.float32 else "fp32"
+    """How operators and products multiply."""
+    return "fp32" if dtype != torch.float32 else "tf32" if _may_take_tf32() else "tf32x3"
 
 
 # ---- The parts of a block --------------------------------------------------------------------------------------------
@@ -267,8 +272,8 @@ class Linear(torch.nn.Linear):
     """In fp32 by product(), unless PyTorch may multiply fp32 in TF32, or autocast is on."""
 
     def forward(self, x):
-        if (not x.is_cuda or not x.dtype == self.weight.dtype == torch.float32 or torch.is_autocast_enabled("cuda")
-                or torch.get_float32_matmul_precision() != "highest"):
+        is_fp32 = x.dtype == self.weight.dtype == torch.float32 and not torch.is_autocast_enabled("cuda")
+        if not x.is_cuda or not is_fp32 or _may_take_tf32():
             return super().forward(x)
         rows = x.reshape(-1, self.in_features)
         out = calls["product_bias"](rows, self.weight.t(), self.bias, "tf32x3")

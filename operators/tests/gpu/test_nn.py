@@ -228,15 +228,14 @@ def test_fp64_and_the_cpu_are_pytorch_s(kind, counted):
     assert counted == {}
 
 
-def test_linear_layers_are_pytorch_s_where_it_may_take_tf32(counted):
-    net, x, mesh = network(1), random(642, INPUTS, seed=3), mesh_of(1, FP32)
-    before = torch.get_float32_matmul_precision()
-    torch.set_float32_matmul_precision("high")
-    try:
-        call(net, x, mesh)
-    finally:
-        torch.set_float32_matmul_precision(before)
-    assert counted == {"product": 4}
+def test_tf32_where_pytorch_may_take_it(counted, monkeypatch):
+    monkeypatch.setattr(torch, "get_float32_matmul_precision", lambda: "high")
+    net, x, d = network(2), random(642, INPUTS, seed=3), random(642, CLASSES, seed=4)
+    most, exact = bounds(weights_of(net), x.double(), mesh_of(1, torch.float64), d.double(), 2.0**-11)
+    found = results_of(net, x, mesh_of(1, FP32), d)
+    check_results(found, most, exact)
+    assert off(found["out"], exact["out"]) > 2.0**-18
+    assert counted == {"product": 16}
 
 
 def test_autocast(counted):
