@@ -24,8 +24,8 @@ def parser_of(description):
     return parser
 
 
-def finish(path, device, commit, caption, columns, rows):
-    """Prints the table, and writes the record if there is a path."""
+def finish(path, device, commit, caption, columns, rows, **more):
+    """Prints the table, and writes the record if there is a path, with what else is named."""
     print(f"{device}. {caption}")
     width = max(len(row[0]) for row in rows)
     print(f"{'':{width}}", *(f"{column:>14.14}" for column in columns[1:]))
@@ -35,4 +35,4 @@ def finish(path, device, commit, caption, columns, rows):
     if path:
         commit = commit or os.environ.get("COMMIT") or commit_of(".")
         record = {"device": {"name": device}, "commit": commit, "caption": caption, "columns": columns, "rows": rows}
-        write_whole(path, as_text(record, width=100))
+        write_whole(path, as_text(record | more, width=100))

@@ -13,12 +13,13 @@ Only the spectral method is here. Between the two transforms everything has a ro
 gradX and gradY only gr = gradX evecs and gi = gradY evecs are needed, (vertices, eigen), and the gradients' weights are
 applied to the spectrum. On a GPU, in torch.bfloat16 and torch.float16, diffusion() and gradient_features() compute it,
 forward and backward. They read mass, evals and times in that type, too. In torch.float32 they do so for lists of meshes
-alone; else product() multiplies, because backward that is faster. All fp32 is multiplied with math="tf32x3": that is
-about as accurate as PyTorch's products in fp32, which run on the CUDA cores, while these run on tensor cores. All else,
-the CPU and torch.float64, are PyTorch's products, by the same formulas.
+alone; else product() multiplies, because backward that is faster, and the MLPs' linear layers, too. All this fp32 is
+multiplied with math="tf32x3": that is about as accurate as PyTorch's products in fp32, which run on the CUDA cores,
+while these run on tensor cores. After torch.set_float32_matmul_precision("high") it is math="tf32", and linear layers
+are PyTorch's. All else, the CPU and torch.float64, are PyTorch's products, by the same formulas.
 
-The type is that of the weights, or the one of torch.autocast. Linear layers are torch.nn.Linear everywhere. There are
-gradients of x and of all parameters, but none of the mesh."""
+The type is that of the weights, or the one of torch.autocast. There are gradients of x and of all parameters, but none
+of the mesh."""
 
 import typing
 
@@ -86,8 +87,11 @@ class Factors(typing.NamedTuple):
     gradients_t: typing.Any = None
 
 
-def _with_factors(mesh):
-    if not mesh.evecs.is_cuda or mesh.evecs.dtype != torch.float32:
+def _with_factors(block, mesh):
+    """The matrices of a batch have to be multiples of 16 bytes apart; where they are not, operators compute."""
+    *meshes, vertices, eigen = mesh.evecs.shape
+    sizes = vertices * eigen, vertices * block.C_width, eigen * block.C_width
+    if not mesh.evecs.is_cuda or mesh.evecs.dtype != torch.float32 or meshes and any(each % 4 for each in sizes):
         return mesh
     gradients = ()
     if mesh.gr is not None:
@@ -121,7 +125,7 @@ def _mesh_of(block, mass, evals, evecs, gradX, gradY):
     """Of tensors in any type, or of lists of such."""
     if isinstance(mass, (list, tuple)):
         return _meshes_of(block, mass, evals, evecs, gradX, gradY)
-    return _with_factors(Mesh(*_tensors_of(block, mass, evals, evecs, gradX, gradY)))
+    return _with_factors(block, Mesh(*_tensors_of(block, mass, evals, evecs, gradX, gradY)))
 
 
 def _tensors_of(block, mass, evals, evecs, gradX, gradY):
@@ -149,17 +153,9 @@ def _has_operators(mesh):
     return mesh.evecs.is_cuda and mesh.evecs.dtype != torch.float64
 
 
-def _times(matrix, transposed, x):
-    """matrix x, where the matrix is a mesh's own, so that only x has a gradient."""
-    x = x.to(matrix.dtype)
-    # A matrix of the first columns of another one is read where its rows are multiples of 16 bytes apart.
-    if matrix.is_contiguous() or matrix.stride(-2) % 4 == 0:
-        return _Times.apply(matrix, transposed, x)
-    return matrix @ x
-
-
 class _Times(torch.autograd.Function):
-    """The gradient is a product of the same kind, by the matrix that was transposed once."""
+    """matrix x, where the matrix is a mesh's own, so that only x has a gradient: a product of the same kind, by the
+    matrix that was transposed once."""
 
     @staticmethod
     def forward(ctx, matrix, transposed, x):
@@ -173,23 +169,19 @@ class _Times(torch.autograd.Function):
 
 
 def _product(matrix, x):
-    """One product, or one for each mesh."""
-    x = x.contiguous()
-    if x.dim() == 2:
-        return calls["product"](matrix, x, "tf32x3")
-    results = [calls["product"](one, other, "tf32x3") for one, other in zip(_aligned(matrix), _aligned(x))]
-    return torch.stack(results) if len(results) > 1 else results[0].unsqueeze(0)
+    """Where the matrix is columns of another one, rows have to be multiples of 16 bytes apart, too."""
+    if not matrix.is_contiguous() and matrix.stride(-2) % 4:
+        matrix = matrix.contiguous()
+    return calls["product"](matrix, x.contiguous(), _math_of(torch.float32))
 
 
-def _aligned(matrices):
-    """The matrices one by one, each of which begins at a multiple of 16 bytes."""
-    is_so = len(matrices) == 1 or matrices.stride(0) % 4 == 0
-    return [each if is_so else each.clone() for each in matrices.unbind()]
+def _may_take_tf32():
+    return torch.get_float32_matmul_precision() != "highest"
 
 
 def _math_of(dtype):
-    """How operators multiply."""
-    return "tf32x3" if dtype == torch.float32 else "fp32"
+    """How operators and products multiply."""
+    return "fp32" if dtype != torch.float32 else "tf32" if _may_take_tf32() else "tf32x3"
 
 
 # ---- The parts of a block --------------------------------------------------------------------------------------------
@@ -215,8 +207,8 @@ class LearnedTimeDiffusion(torch.nn.Module):
             return torch.cat(diffused), torch.stack(spectral)
         if mesh.factors is not None:
             damping = torch.exp(-mesh.evals.unsqueeze(-1) * self.diffusion_time)
-            spectral = damping * _times(mesh.factors.basis_t, mesh.evecs, mesh.mass.unsqueeze(-1) * x)
-            return _times(mesh.evecs, mesh.factors.basis_t, spectral), spectral
+            spectral = damping * _Times.apply(mesh.factors.basis_t, mesh.evecs, mesh.mass.unsqueeze(-1) * x)
+            return _Times.apply(mesh.evecs, mesh.factors.basis_t, spectral), spectral
         if _has_operators(mesh):
             operands = x.contiguous(), mesh.evecs, mesh.mass, mesh.evals, self.diffusion_time.to(dtype)
             if mesh.offsets is not None:
@@ -256,12 +248,12 @@ class SpatialGradientFeatures(torch.nn.Module):
         vertices, eigen = mesh.evecs.shape[-2:]
         _, gradients, gradients_t = mesh.factors
         pair = gradients[..., :eigen], gradients_t[..., :eigen, :]  # of gr above gi
-        own = _times(*pair, spectral)
+        own = _Times.apply(*pair, spectral)
         if self.with_gradient_rotations:
             weighted = torch.cat((self.A_re(spectral), self.A_im(spectral)), -2)
-            others = _times(gradients, gradients_t, weighted)
+            others = _Times.apply(gradients, gradients_t, weighted)
         else:
-            others = _times(*pair, self.A(spectral))
+            others = _Times.apply(*pair, self.A(spectral))
         return torch.tanh((own * others).unflatten(-2, (2, vertices)).sum(-3))
 
     def _by_operators(self, spectral, mesh):
@@ -276,6 +268,18 @@ class SpatialGradientFeatures(torch.nn.Module):
         return calls["gradient_features"](*operands, math)
 
 
+class Linear(torch.nn.Linear):
+    """In fp32 by product(), unless PyTorch may multiply fp32 in TF32, or autocast is on."""
+
+    def forward(self, x):
+        is_fp32 = x.dtype == self.weight.dtype == torch.float32 and not torch.is_autocast_enabled("cuda")
+        if not x.is_cuda or not is_fp32 or _may_take_tf32():
+            return super().forward(x)
+        rows = x.reshape(-1, self.in_features)
+        out = calls["product_bias"](rows, self.weight.t(), self.bias, "tf32x3")
+        return out.view(*x.shape[:-1], self.out_features)
+
+
 class MiniMLP(torch.nn.Sequential):
     """Linear layers with an activation between each two, and before each but the first a dropout."""
 
@@ -284,7 +288,7 @@ class MiniMLP(torch.nn.Sequential):
         for at, sizes in enumerate(zip(layer_sizes, layer_sizes[1:])):
             if at and dropout:
                 self.add_module(f"{name}_mlp_layer_dropout_{at:03}", torch.nn.Dropout(0.5))
-            self.add_module(f"{name}_mlp_layer_{at:03}", torch.nn.Linear(*sizes))
+            self.add_module(f"{name}_mlp_layer_{at:03}", Linear(*sizes))
             if at + 2 < len(layer_sizes):
                 self.add_module(f"{name}_mlp_act_{at:03}", activation())
 
@@ -339,7 +343,8 @@ def _check_operands(x, width, mesh, block):
         raise ValueError("the mesh has no gradX and gradY, which the gradient features need")
 
 
-CORNERS = {"vertices": 1, "edges": 2, "faces": 3}
+CORNERS = {"edges": 2, "faces": 3}
+OUTPUTS = "vertices", *CORNERS, "global_mean"
 
 
 class DiffusionNet(torch.nn.Module):
@@ -347,7 +352,8 @@ class DiffusionNet(torch.nn.Module):
 
     C_in, C_out: channels of what comes in and goes out. C_width: channels between. N_block: how many blocks.
     mlp_hidden_dims: sizes of hidden layers of each block's MLP; [C_width, C_width] if None. dropout: whether the MLPs
-    have one, of 0.5. outputs_at: "vertices", or "edges" or "faces", whose outputs are means of their corners'.
+    have one, of 0.5. outputs_at: "vertices"; "edges" or "faces", whose outputs are means of their corners'; or
+    "global_mean", one output for each mesh, the mean of its vertices' by their masses, added up in fp32 or wider.
     last_activation: a function of the outputs, which have a dimension for meshes there, also if there is one mesh.
     with_gradient_features, with_gradient_rotations: as DiffusionNetBlock. diffusion_method: "spectral"."""
 
@@ -355,7 +361,7 @@ class DiffusionNet(torch.nn.Module):
                  mlp_hidden_dims=None, dropout=True, with_gradient_features=True, with_gradient_rotations=True,
                  diffusion_method="spectral"):
         super().__init__()
-        check(outputs_at in CORNERS, f"outputs_at is {outputs_at!r}; it has to be {' or '.join(map(repr, CORNERS))}")
+        check(outputs_at in OUTPUTS, f"outputs_at is {outputs_at!r}; it has to be {' or '.join(map(repr, OUTPUTS))}")
         check(diffusion_method == "spectral", f"diffusion_method is {diffusion_method!r}; here it has to be 'spectral'")
         check(N_block >= 1, f"N_block is {N_block}; it has to be at least 1")
         self.C_in, self.C_out, self.C_width, self.N_block = C_in, C_out, C_width, N_block
@@ -377,14 +383,15 @@ class DiffusionNet(torch.nn.Module):
     def forward(self, x_in, mass, L=None, evals=None, evecs=None, gradX=None, gradY=None, edges=None, faces=None):
         """Shapes: x_in (vertices, C_in); mass, evals, evecs, gradX and gradY as DiffusionNetBlock.forward() has them;
         edges (edges, 2) and faces (faces, 3), torch.int64, of which one is needed if outputs are there. The result has
-        a row of C_out for each vertex, edge or face. All may have one dimension more, before these, for several meshes;
-        of meshes that differ in their sizes, of which mass, evals, evecs, gradX and gradY are lists, they have not, and
-        edges and faces count the vertices of all meshes. L is not read."""
+        a row of C_out for each vertex, edge or face; a "global_mean" is (C_out). All may have one dimension more,
+        before these, for several meshes; of meshes that differ in their sizes, of which mass, evals, evecs, gradX and
+        gradY are lists, they have not, and edges and faces count the vertices of all meshes; but global means have a
+        row for each. L is not read."""
         corners = {"edges": edges, "faces": faces}.get(self.outputs_at)
         if x_in.dim() not in (2, 3) or x_in.shape[-1] != self.C_in:
             raise ValueError(f"x_in has the shape {tuple(x_in.shape)}; it has to be (vertices, {self.C_in}), or that "
                              "with one dimension more before it")
-        if self.outputs_at != "vertices" and corners is None:
+        if self.outputs_at in CORNERS and corners is None:
             raise ValueError(f"{self.outputs_at} is missing: the outputs are there")
         mesh = mass if isinstance(mass, Mesh) else self.mesh(mass, evals, evecs, gradX, gradY)
         _check_operands(x_in, self.C_in, mesh, self.block_0)
@@ -393,6 +400,8 @@ class DiffusionNet(torch.nn.Module):
             x = getattr(self, f"block_{at}")(x, mesh)
         x = self.last_lin(x)
         is_single = x.dim() == 2
+        if self.outputs_at == "global_mean":
+            x, is_single = _mean_of_mesh(x, mesh), is_single and mesh.offsets is None
         if is_single:
             x = x.unsqueeze(0)
         if corners is not None:
@@ -409,3 +418,15 @@ def _means(x, corners, name):
                          "are as many meshes as of x_in")
     rows = x.gather(1, corners.flatten(1).unsqueeze(-1).expand(-1, -1, x.shape[2]))
     return rows.unflatten(1, (corners.shape[1], CORNERS[name])).mean(2)
+
+
+def _mean_of_mesh(x, mesh):
+    """Of the rows of each mesh, by the vertices' masses."""
+    wide = torch.promote_types(x.dtype, torch.float32)
+    mass = mesh.mass.to(wide).unsqueeze(-1)
+    sums = x * mass, mass
+    if mesh.offsets is None:
+        sums, masses = (each.sum(-2) for each in sums)
+    else:
+        sums, masses = (torch.segment_reduce(each, "sum", offsets=mesh.offsets) for each in sums)
+    return (sums / masses).to(x.dtype)

@@ -81,20 +81,20 @@ def sphere(times=3):
 
 def operators_of(vertices, faces, eigen):
     """(mass, evals, evecs, gradX, gradY) of a closed mesh, in fp64: the cotangent Laplacian's least eigenvalues, and
-    sparse gradients in an orthonormal pair of tangents at each vertex."""
+    sparse gradients in an orthonormal pair of tangents at each vertex. They are where `vertices` are."""
     count, corners = len(vertices), vertices[faces]
     opposite = corners.roll(-2, 1) - corners.roll(-1, 1)  # the edge opposite to each corner
     normals = torch.linalg.cross(opposite[:, 0], opposite[:, 1])
     areas = normals.norm(dim=1) / 2
     normals = normals / (2 * areas[:, None])
-    mass = torch.zeros(count, dtype=torch.float64).index_add_(0, faces.flatten(), (areas / 3).repeat_interleave(3))
+    mass = vertices.new_zeros(count).index_add_(0, faces.flatten(), (areas / 3).repeat_interleave(3))
 
     # The gradient on a face is the sum of normal x edge / (2 area) over its corners; at a vertex it is the mean of the
     # faces around it, weighted by their areas. The Laplacian of a face is area * gradient^T gradient.
     on_faces = torch.linalg.cross(normals[:, None].expand_as(opposite), opposite) / (2 * areas[:, None, None])
-    laplacian = torch.zeros(count, count, dtype=torch.float64)
-    at_vertices = torch.zeros(count, count, 3, dtype=torch.float64)
-    of_vertices = torch.zeros(count, 3, dtype=torch.float64)
+    laplacian = vertices.new_zeros(count, count)
+    at_vertices = vertices.new_zeros(count, count, 3)
+    of_vertices = vertices.new_zeros(count, 3)
     for i in range(3):
         of_vertices.index_add_(0, faces[:, i], areas[:, None] * normals)
         for j in range(3):

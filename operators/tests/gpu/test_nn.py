@@ -35,7 +35,8 @@ KINDS = {"rotations": {}, "no rotations": {"with_gradient_rotations": False},
 @functools.lru_cache(None)
 def exact_mesh(seed, eigen=EIGEN):
     """In fp64, of 642 vertices; the numbers are fp32's."""
-    return tuple(each.float().double() for each in plain.operators_of(*plain.bumpy(seed), eigen))
+    vertices, faces = plain.bumpy(seed)
+    return tuple(each.float().double() for each in plain.operators_of(vertices.to(DEVICE), faces.to(DEVICE), eigen))
 
 
 def mesh_of(seed, dtype, eigen=EIGEN):
@@ -128,9 +129,18 @@ def counted(monkeypatch):
             return function(*arguments)
         return wrapper
 
-    for name in ("diffusion", "gradient_features", "diffusion_ragged", "gradient_features_ragged"):
+    for name in ("diffusion", "gradient_features", "diffusion_ragged", "gradient_features_ragged", "product",
+                 "product_bias"):
         monkeypatch.setitem(nn.calls, name, count(name, nn.calls[name]))
     return counts
+
+
+def expected_calls(dtype, blocks, kind="rotations"):
+    """In fp32 a diffusion is two products, and so are gradient features. As many are their gradients. An MLP has three
+    linear layers."""
+    if dtype == FP32:
+        return {"product": blocks * (4 if kind == "no features" else 8), "product_bias": blocks * 3}
+    return {"diffusion": blocks} | ({} if kind == "no features" else {"gradient_features": blocks})
 
 
 # ---- Names and shapes ----------------------------------------------------------------------------------------------
@@ -195,7 +205,7 @@ def test_outputs_and_gradients(kind, dtype, counted):
     found = results_of(net.to(dtype), x.to(dtype), mesh_of(1, FP32), d)
     assert all(each.dtype == dtype for each in found.values())
     check_results(found, most, exact)
-    assert counted == {"diffusion": 4} | ({} if kind == "no features" else {"gradient_features": 4})
+    assert counted == expected_calls(dtype, 4, kind)
 
 
 @pytest.mark.parametrize("width, eigen", [(36, 64), (32, 62), (32, 61), (7, 5)])
@@ -204,7 +214,7 @@ def test_sizes_that_are_no_multiples_of_8(width, eigen, dtype, counted):
     net, x, d = network(2, width), random(642, INPUTS, seed=3), random(642, CLASSES, seed=4)
     most, exact = bounds(weights_of(net), x.double(), mesh_of(2, torch.float64, eigen), d.double(), MOST[dtype])
     check_results(results_of(net.to(dtype), x.to(dtype), mesh_of(2, FP32, eigen), d), most, exact)
-    assert counted == {"diffusion": 2, "gradient_features": 2}
+    assert counted == expected_calls(dtype, 2)
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -213,9 +223,19 @@ def test_fp64_and_the_cpu_are_pytorch_s(kind, counted):
     exact = results(plain.network, weights_of(net), x.double(), mesh_of(1, torch.float64), d.double())
     check_results(results_of(net.double(), x.double(), mesh_of(1, torch.float64), d),
                   dict.fromkeys(exact, 2.0**-36), exact)
-    found = results_of(net.double().cpu(), x.double().cpu(), exact_mesh(1), d.cpu())
+    found = results_of(net.double().cpu(), x.double().cpu(), [each.cpu() for each in exact_mesh(1)], d.cpu())
     check_results({name: each.to(DEVICE) for name, each in found.items()}, dict.fromkeys(exact, 2.0**-36), exact)
     assert counted == {}
+
+
+def test_tf32_where_pytorch_may_take_it(counted, monkeypatch):
+    monkeypatch.setattr(torch, "get_float32_matmul_precision", lambda: "high")
+    net, x, d = network(2), random(642, INPUTS, seed=3), random(642, CLASSES, seed=4)
+    most, exact = bounds(weights_of(net), x.double(), mesh_of(1, torch.float64), d.double(), 2.0**-11)
+    found = results_of(net, x, mesh_of(1, FP32), d)
+    check_results(found, most, exact)
+    assert off(found["out"], exact["out"]) > 2.0**-18
+    assert counted == {"product": 16}
 
 
 def test_autocast(counted):
@@ -272,7 +292,8 @@ def test_meshes_that_differ_in_their_sizes(kind, dtype, counted):
     found = results_of(net.to(dtype), x.to(dtype), list(map(list, zip(*meshes))), d)
     check_results(found, dict.fromkeys(together, most), together)
     features = {} if kind == "no features" else {"gradient_features_ragged": 2}
-    assert counted == ({} if dtype == torch.float64 else {"diffusion_ragged": 2} | features)
+    linear = {"product_bias": 6} if dtype == FP32 else {}
+    assert counted == ({} if dtype == torch.float64 else {"diffusion_ragged": 2} | features | linear)
 
 
 # ---- What forward takes -------------------------------------------------------------------------------------------
@@ -320,6 +341,27 @@ def test_outputs_at_edges_and_faces(at, corners):
     both = call(net, x.expand(2, -1, -1), [torch.stack((each, each)) for each in (
         *mesh[:3], *nn.spectral_gradients(mesh[3], mesh[4], mesh[2]))], **{at: torch.stack((faces, faces))})
     assert both.shape == (2, *found.shape) and off(both[1], expected) <= 2.0**-16
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, FP32, BF16], ids=str)
+def test_the_global_mean_is_by_mass(dtype):
+    net, x, most = network(1), random(642, INPUTS, seed=3), {FP32: 2.0**-16, BF16: 2.0**-5}.get(dtype, 2.0**-36)
+    meshes = [mesh_of(seed, torch.float64) for seed in (1, 2)]
+    mass = [mesh[0][:, None] for mesh in meshes]
+    outs = [plain.network(weights_of(net), x.double(), *mesh) for mesh in meshes]
+    expected = torch.stack([(out * each).sum(0) / each.sum() for out, each in zip(outs, mass)])
+    net = net.to(dtype)
+    net.outputs_at, x = "global_mean", x.to(dtype)
+    one = call(net, x, meshes[0])
+    assert one.shape == (CLASSES,) and off(one, expected[0]) <= most
+    each = [[*mesh[:3], *nn.spectral_gradients(mesh[3], mesh[4], mesh[2])] for mesh in meshes]
+    both = call(net, x.expand(2, -1, -1), [torch.stack(parts) for parts in zip(*each)])
+    assert both.shape == (2, CLASSES) and off(both, expected) <= most
+    x = torch.cat((x, x)).requires_grad_()
+    both = call(net, x, [list(parts) for parts in zip(*meshes)])
+    assert both.shape == (2, CLASSES) and off(both, expected) <= most
+    found, = torch.autograd.grad(both[0].sum(), x)
+    assert bool((found[642:] == 0).all()) and bool((found[:642] != 0).any())
 
 
 def test_last_activation_sees_a_dimension_for_meshes():
@@ -439,7 +481,7 @@ def refusals():
          options(diffusion_method="implicit_dense")),
         ("implicit block", ValueError, "diffusion_method is 'implicit_dense'",
          lambda x, mesh: nn.DiffusionNetBlock(8, [8], diffusion_method="implicit_dense")),
-        ("outputs", ValueError, "outputs_at is 'corners'; it has to be 'vertices' or 'edges' or 'faces'",
+        ("outputs", ValueError, "it has to be 'vertices' or 'edges' or 'faces' or 'global_mean'",
          options(outputs_at="corners")),
         ("blocks", ValueError, "N_block is 0", lambda x, mesh: nn.DiffusionNet(3, 3, 8, 0)),
         ("channels", ValueError, r"x_in has the shape \(642, 7\); it has to be \(vertices, 8\)",
