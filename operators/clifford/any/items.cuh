@@ -192,10 +192,9 @@ struct BlockItems {
 
 // The terms of blade `fixed` of z = x y, dx or dy, as sum_terms() has them, of all grades. n is a
 // blade of the first factor.
-template <typename A, Of of, int fixed, int... n>
+template <typename A, Of of, int fixed, typename M, int... n>
 __device__ __forceinline__ float sum_of_products(const Multivectors<A, 1>& first,
-                                                 const Multivectors<A, 1>& second,
-                                                 const Metric& metric,
+                                                 const Multivectors<A, 1>& second, const M& metric,
                                                  std::integer_sequence<int, n...>) {
   constexpr auto sign = [](int other) {
     const int third = A::third(fixed, other);
@@ -208,10 +207,10 @@ __device__ __forceinline__ float sum_of_products(const Multivectors<A, 1>& first
               first.blade[n].v[0], second.blade[A::third(fixed, n)].v[0], metric));
 }
 
-template <Of of, typename A>
+template <Of of, typename A, typename M>
 __device__ __forceinline__ Multivectors<A, 1> unweighted(const Multivectors<A, 1>& first,
                                                          const Multivectors<A, 1>& second,
-                                                         const Metric& metric) {
+                                                         const M& metric) {
   Multivectors<A, 1> result;
   unroll<0, A::kBlades>([&](auto k) {
     result.blade[k].v[0] = sum_of_products<A, of, k>(first, second, metric,
