@@ -14,7 +14,8 @@ import sys
 import pytest
 
 torch = pytest.importorskip("torch", reason="the layers need PyTorch")
-sys.path.insert(0, str(pathlib.Path(__file__).resolve().parents[4] / "operators" / "python"))
+ROOT = pathlib.Path(__file__).resolve().parents[4]
+sys.path.insert(0, str(ROOT / "operators" / "python"))
 import fused_kernels
 from fused_kernels import geometric
 
@@ -244,6 +245,19 @@ def test_group_action(device, signature, order, graded):
             for one, other in zip(found, exact):
                 assert one.dtype == dtype
                 close(one, other, bound)
+
+
+@for_each_device
+def test_the_layer_of_the_lessons_page(device):
+    page = (ROOT / "docs" / "lessons" / "10_clifford_gp.md").read_text()
+    code = page.split("## A new expression is ten lines")[1].split("```python\n")[1].split("```")[0]
+    found = {}
+    exec(code, found)
+    x, w = random(7, 4, 8, device=device), random(3, 4, seed=6, device=device)
+    u = versors(3, 4, signature=(3, 0, 0), order="grade").to(device)
+    close(found["group_action"](x, u, w), geometric.group_action(x, u, w, (3, 0, 0), order="grade"), 1e-12)
+    lines = code.split("):")[1].split("\n", 1)[1].strip().splitlines()
+    assert len(lines) <= 10
 
 
 @for_each_device
