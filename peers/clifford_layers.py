@@ -230,8 +230,8 @@ def main():
                     for problem in problems if problem["name"].startswith(kind)
                     and problem["name"].endswith("backward") == backward) if key in by and OURS in by]
                 if ratios:
-                    print(f"{kind}{', with backward' * backward}: {key} / ours: geometric mean "
-                          f"{statistics.geometric_mean(ratios):.2f}, least {min(ratios):.2f}, greatest {max(ratios):.2f}")
+                    print(f"{kind}{', with backward' * backward}: {key} / ours: {min(ratios):.2f} to "
+                          f"{max(ratios):.2f}, geometric mean {statistics.geometric_mean(ratios):.2f}")
     if options.json:
         record = {"device": {"name": torch.cuda.get_device_name()}, "pytorch": torch.__version__, "problems": problems}
         pathlib.Path(options.json).write_text(json.dumps(record, indent=1) + "\n")

@@ -65,8 +65,8 @@ def geometric_product(x, y, w=None, signature=(3, 0, 0), gate=None, norm=False, 
 
     Shapes: x, y and the result are alike, but for its features, if w is fully connected. layout: "blades_first",
     (blades, ..., features); "blades_last", (..., features, blades). There may be any number of dimensions between.
-    order: of the blades: "grade", "bits", "shortlex" or "null_first", as blades() explains. In the first three a blade's
-    vectors ascend, so no sign changes; in the last e0 e1 is -(e1 e0), which counts.
+    order: of the blades: "grade", "bits", "shortlex" or "null_first", as blades() explains. In the first three a
+    blade's vectors ascend, so no sign changes; in the last e0 e1 is -(e1 e0), which counts.
 
     Types: torch.float32, torch.bfloat16 or torch.float16 for x, y and the result; for w the same, as in a model after
     .to(torch.bfloat16), or torch.float32, as under autocast. All is computed in fp32, and rounded once; but a fully
@@ -139,8 +139,8 @@ def _connected(x, y, w, signature, gate, norm, layout, order):
 
 
 def _of_grade(grade, x, y, w, signature, gate):
-    """The blades of this grade of the product, one triple's part beside the other's, times the matrices of these triples
-    below each other."""
+    """The blades of this grade of the product: one triple's part beside the other's, times the matrices of these
+    triples below each other."""
     every, features, rows = triples(signature), x.shape[2], x.shape[1]
     places = [place for place, word in enumerate(blades(sum(signature))) if len(word) == grade]
     own = [t for t, (_, c, _) in enumerate(every) if c == grade]
@@ -213,8 +213,8 @@ def _normed(z, signature, order="grade"):
 
 @functools.cache
 def _terms(signature, order):
-    """(i, j, k, t, sign) of all pairs of blades whose product is not 0: blade i times blade j is sign times blade k, and
-    has the weight t. Each is a tuple with a number for each pair."""
+    """(i, j, k, t, sign) of all pairs of blades whose product is not 0: blade i times blade j is sign times blade k,
+    and has the weight t. Each is a tuple with a number for each pair."""
     words = blades(sum(signature), order, signature[2])
     places = {frozenset(word): place for place, word in enumerate(words)}
     whole, every = words[places[frozenset(range(sum(signature)))]], triples(signature)
@@ -332,8 +332,8 @@ def join(x, y, reference=None, signature=(3, 0, 1), layout="blades_last", order=
     blade is the blade that has the other vectors, with the sign by which blade dual(blade) is that of all vectors.
 
     reference: None; or a multivector by whose last blade, that of all vectors, the result is multiplied. The join alone
-    changes its sign in a mirror, and with a reference that is mirrored, too, it does not (the equivariant join of Brehmer
-    et al., Geometric Algebra Transformer, 2023). Shapes, types, layout, order and errors: as geometric_product()."""
+    changes its sign in a mirror, and with a reference that is mirrored, too, it does not (the equivariant join of
+    Brehmer et al., Geometric Algebra Transformer, 2023). Shapes, types, layout, order and errors: as geometric_product()."""
     vectors, at = sum(signature), _at(layout)
     words = blades(vectors, order, signature[2])
     places = {frozenset(word): place for place, word in enumerate(words)}
@@ -377,7 +377,7 @@ def _check(x, y, w, signature, gate, layout, order):
     require(order in ORDERS, f"order is {order!r}; it has to be {' or '.join(map(repr, ORDERS))}")
     require(gate in (None, "gelu"), f"gate is {gate!r}; it has to be None or 'gelu'")
     vectors, types = sum(signature), (torch.float32, torch.bfloat16, torch.float16)
-    require(x.dtype in types or x.dtype == torch.float64, f"x is {x.dtype}; it has to be {' or '.join(map(str, types))}")
+    require(x.dtype in (*types, torch.float64), f"x is {x.dtype}; it has to be {' or '.join(map(str, types))}")
     require(y.dtype == x.dtype, f"y is {y.dtype}; it has to be {x.dtype}")
     require(x.shape == y.shape, f"y has the shape {tuple(y.shape)}; it has to be {tuple(x.shape)}")
     at = _at(layout)

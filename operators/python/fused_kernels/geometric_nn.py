@@ -14,8 +14,8 @@ from ._torch import torch
 
 
 class MultivectorLinear(torch.nn.Module):
-    """grade_linear() with its parameters: `weight` (grades, out_features, in_features), and `bias` (out_features) of the
-    scalar, unless bias=False."""
+    """grade_linear() with its parameters: `weight` (grades, out_features, in_features), and `bias` (out_features) of
+    the scalar, unless bias=False."""
 
     def __init__(self, in_features, out_features, signature=(3, 0, 0), bias=True, layout="blades_first", order="grade",
                  math="tf32x3"):
@@ -62,9 +62,9 @@ class CliffordLayer(torch.nn.Module):
 
 
 class GroupAction(torch.nn.Module):
-    """group_action() with its parameters: `action` (out_features, in_features, blades of even grade), whose multivectors
-    are rotors or motors if the network keeps them so, and `weight` (out_features, in_features, grades). An action starts
-    near 1, so that its square is not 0."""
+    """group_action() with its parameters: `action` (out_features, in_features, blades of even grade), whose
+    multivectors are rotors or motors if the network keeps them so, and `weight` (out_features, in_features, grades). An
+    action starts near 1, so that its square is not 0."""
 
     def __init__(self, in_features, out_features, signature=(3, 0, 1), layout="blades_last", order="null_first",
                  math="tf32x3"):

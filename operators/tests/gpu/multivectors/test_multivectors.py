@@ -3,8 +3,8 @@ the products of blades in fp64. On a GPU, and by PyTorch's formulas on the CPU: 
 operators/tests/gpu/multivectors -q`.
 
 How far may a result be off, relatively, in the Frobenius norm? Factors in TF32 are off by 2^-11 at most, in bf16 by
-2^-9, and of three products in TF32 what is left out is 2^-18 of a term. Terms of both signs make sums smaller than their
-terms, and bf16 rounds planes, products and sums: FACTOR is for these."""
+2^-9, and of three products in TF32 what is left out is 2^-18 of a term. Terms of both signs make sums smaller than
+their terms, and bf16 rounds planes, products and sums: FACTOR is for these."""
 
 import functools
 import itertools
@@ -189,7 +189,8 @@ def test_many_features_take_several_products(device):
 @pytest.mark.parametrize("signature, inputs, outputs", [((3, 0, 1), 16, 24), ((2, 0, 0), 3, 1), ((5, 0, 0), 8, 8)])
 def test_linear(device, layout, order, signature, inputs, outputs):
     grades = table_of(signature, order)[1]
-    for dtype, math, bound in ((FP32, "tf32x3", FACTOR * TF32X3), (FP32, "tf32", FACTOR * TF32), (BF16, "fp32", 2.0**-7)):
+    for dtype, math, bound in (
+            (FP32, "tf32x3", FACTOR * TF32X3), (FP32, "tf32", FACTOR * TF32), (BF16, "fp32", 2.0**-7)):
         x = operands(signature, layout, (2, 9), inputs, dtype, device)
         weight, bias = (random(*shape, seed=8, dtype=dtype, device=device)
                         for shape in ((sum(signature) + 1, outputs, inputs), (outputs,)))
@@ -352,7 +353,8 @@ def test_compiled(connected):
     torch.manual_seed(1)
     layer = drawn(nn.CliffordLayer(16, connected=connected), "cuda", FP32)
     action = drawn(nn.GroupAction(4, 4), "cuda", FP32)
-    x, points = operands((3, 0, 0), "blades_first", (40,), 16, FP32, "cuda"), random(9, 4, 16, dtype=FP32, device="cuda")
+    x = operands((3, 0, 0), "blades_first", (40,), 16, FP32, "cuda")
+    points = random(9, 4, 16, dtype=FP32, device="cuda")
     for module, given in ((layer, x), (action, points)):
         close(torch.compile(module, fullgraph=True, backend="aot_eager")(given), module(given), 2.0**-20)
 
