@@ -333,7 +333,8 @@ def join(x, y, reference=None, signature=(3, 0, 1), layout="blades_last", order=
 
     reference: None; or a multivector by whose last blade, that of all vectors, the result is multiplied. The join alone
     changes its sign in a mirror, and with a reference that is mirrored, too, it does not (the equivariant join of
-    Brehmer et al., Geometric Algebra Transformer, 2023). Shapes, types, layout, order and errors: as geometric_product()."""
+    Brehmer et al., Geometric Algebra Transformer, 2023). Shapes, types, layout, order and errors: as
+    geometric_product()."""
     vectors, at = sum(signature), _at(layout)
     words = blades(vectors, order, signature[2])
     places = {frozenset(word): place for place, word in enumerate(words)}
