@@ -16,7 +16,6 @@ import importlib
 import json
 import multiprocessing
 import pathlib
-import random
 import statistics
 import sys
 
@@ -181,7 +180,7 @@ def compile_theirs(path, n, kind, batch, features):
 def main():
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--flash-clifford", required=True, help="a clone of it")
-    parser.add_argument("--json", help="write a record to this file")
+    parser.add_argument("--json", type=pathlib.Path, help="write a record to this file")
     parser.add_argument("--batches", type=int, nargs="+", default=BATCHES)
     parser.add_argument("--features", type=int, nargs="+", default=FEATURES)
     parser.add_argument("--sizes", nargs="+", help="BATCHxFEATURES, instead of all pairs of these")
@@ -222,21 +221,34 @@ def main():
             problems.append({"name": name, "ok": ok, "kernels": [
                 {"name": each, "ms": {"median": us[each] and us[each] / 1e3}, "error": of.error, "ok": of.ok}
                 for each, of in found.items()]})
-    for kind in options.kinds:
-        for key in (THEIRS, COMPILED):
-            for backward in (False, True):
-                ratios = [by[key] / by[OURS] for by in (
-                    {each["name"]: each["ms"]["median"] for each in problem["kernels"] if each["ms"]["median"]}
-                    for problem in problems if problem["name"].startswith(kind)
-                    and problem["name"].endswith("backward") == backward) if key in by and OURS in by]
-                if ratios:
-                    print(f"{kind}{', with backward' * backward}: {key} / ours: {min(ratios):.2f} to "
-                          f"{max(ratios):.2f}, geometric mean {statistics.geometric_mean(ratios):.2f}")
+    rows = [summary(f"{kind}, {n}D", backward, problems) for kind in options.kinds for n in (2, 3)
+            for backward in (False, True)]
+    columns = ["", *(f"{name} / ours, {which}" for name in (THEIRS, COMPILED) for which in ("least", "mean"))]
+    caption = f"Geometric means and least ratios over {len(sizes)} sizes, PyTorch {torch.__version__}"
     if options.json:
-        record = {"device": {"name": torch.cuda.get_device_name()}, "pytorch": torch.__version__, "problems": problems}
-        pathlib.Path(options.json).write_text(json.dumps(record, indent=1) + "\n")
+        sys.path.insert(0, str(ROOT / "results" / "questions"))
+        from answers import finish
+        finish(options.json, torch.cuda.get_device_name(), None, caption, columns, rows)
+        record = json.loads(options.json.read_text()) | {"problems": problems}
+        options.json.write_text(json.dumps(record, indent=1) + "\n")
+    else:
+        print(*([columns] + rows), sep="\n")
     if not all(problem["ok"] for problem in problems):
         sys.exit("something is wrong")
+
+
+def summary(label, backward, problems):
+    """A row: its name, and of each peer the least ratio to ours and the geometric mean; None, where it did not run."""
+    cells = []
+    for peer in (THEIRS, COMPILED):
+        ratios = []
+        for problem in problems:
+            ms = {each["name"]: each["ms"]["median"] for each in problem["kernels"] if each["ok"]}
+            is_its = problem["name"].startswith(label) and problem["name"].endswith("backward") == backward
+            if is_its and peer in ms and OURS in ms:
+                ratios.append(ms[peer] / ms[OURS])
+        cells += [min(ratios), statistics.geometric_mean(ratios)] if ratios else [None, None]
+    return [label + ", with backward" * backward, *cells]
 
 
 if __name__ == "__main__":

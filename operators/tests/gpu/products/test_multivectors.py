@@ -1,6 +1,6 @@
 """Fully connected products, linear layers of grades, group actions, and the modules of these, beside dense tables of
 the products of blades in fp64. On a GPU, and by PyTorch's formulas on the CPU: `python3 -m pytest
-operators/tests/gpu/multivectors -q`.
+operators/tests/gpu/products -q`.
 
 How far may a result be off, relatively, in the Frobenius norm? Factors in TF32 are off by 2^-11 at most, in bf16 by
 2^-9, and of three products in TF32 what is left out is 2^-18 of a term. Terms of both signs make sums smaller than
