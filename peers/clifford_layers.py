@@ -8,11 +8,12 @@ after it is timed, against fp64, with results that were filled with NaN; it is o
 all take turns in a random order. Products in fp32 may be rounded to TF32, for all. "with backward": the result and the
 gradients of x, y and w, or of x and all weights of a layer.
 
-First all kernels of Triton are compiled, in processes side by side: theirs are made for one size each."""
+First all is compiled, in processes side by side."""
 
 import argparse
 import functools
 import importlib
+import itertools
 import json
 import multiprocessing
 import pathlib
@@ -165,16 +166,22 @@ def case_of(n, kind, batch, features, backward, without=()):
                                                     for name, make in MAKES.items() if name not in without})
 
 
-def compile_theirs(path, n, kind, batch, features):
-    """In a process of its own: what it compiles is found by others."""
+def compile_before(path, name, n, kind, sizes):
+    """In a process of its own: what it compiles for these sizes is found by others."""
     sys.path.insert(0, path)
+    for_many_sizes()
+    torch.backends.cuda.matmul.allow_tf32 = True
     try:
-        draw = drawer({"dtype": "fp32"}, 1, "cuda")
-        operands = [each.requires_grad_() for each in operands_of(n, kind, batch, features, draw)]
-        theirs(n, kind, *operands)[1]().sum().backward()
+        for backward, (batch, features) in itertools.product((False, True), sizes):
+            draw = drawer({"dtype": "fp32"}, 1, "cuda")
+            operands = [each.requires_grad_(backward) for each in operands_of(n, kind, batch, features, draw)]
+            leaves, function, _ = MAKES[name](n, kind, *operands)
+            out = function()
+            if backward:
+                torch.autograd.grad(out, leaves, torch.ones_like(out))
         torch.cuda.synchronize()
     except Exception as error:  # the run itself says it again
-        print(f"{kind} {n}D {batch} x {features}: {error}", file=sys.stderr)
+        print(f"{name}, {kind} {n}D: {error}", file=sys.stderr)
 
 
 def main():
@@ -195,15 +202,18 @@ def main():
     sys.path.insert(0, path)
     sys.path.insert(0, str(ROOT / "operators" / "python"))
     for_many_sizes()
-    work = [(path, n, kind, *size) for kind in options.kinds for n in (2, 3) for size in sizes]
-    if THEIRS not in options.without:
-        with multiprocessing.get_context("spawn").Pool(min(12, multiprocessing.cpu_count(), len(work))) as pool:
-            pool.starmap(compile_theirs, work, chunksize=1)
+    layers = [(n, kind) for kind in options.kinds for n in (2, 3)]
+    # torch.compile learns from the second size what changes; their kernels are made for one.
+    before = [(path, COMPILED, n, kind, sizes[:2]) for n, kind in layers if COMPILED not in options.without]
+    before += [(path, THEIRS, n, kind, [size]) for n, kind in layers for size in sizes if THEIRS not in options.without]
+    if before:
+        with multiprocessing.get_context("spawn").Pool(min(12, multiprocessing.cpu_count(), len(before))) as pool:
+            pool.starmap(compile_before, before, chunksize=1)
     torch.cuda.set_stream(torch.cuda.Stream())
     l2 = torch.cuda.get_device_properties(0).L2_cache_size
     print(f"{torch.cuda.get_device_name()}, PyTorch {torch.__version__}; us, cold L2 cache")
     problems = []
-    for _, n, kind, batch, features in work:
+    for (n, kind), (batch, features) in itertools.product(layers, sizes):
         for backward in (False, True):
             case = case_of(n, kind, batch, features, backward, options.without)
             found = measure.measure(case, TOLERANCE[kind], True, "cold", l2, options.budget, 30, 1)
