@@ -1,7 +1,8 @@
 // Multivectors in every layout: the blades of a multivector may be neighbours in memory, or a plane
 // apart as in the other kernels; and they may have another order. An item is one multivector, of a
 // feature of a row. Here is the geometric product of items, without weights or norm, and the copy
-// from one layout to another, for layers that need more than that.
+// from one layout to another, for layers that need more than that. Where the compiler knows the
+// algebra and the order, known.cuh has the product.
 //
 // A thread owns an item, all of whose blades it has in registers. Where blades are neighbours, a
 // block's items are one piece of memory. Its threads copy this piece to shared memory, 16 bytes at

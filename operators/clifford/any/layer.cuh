@@ -8,7 +8,7 @@
 
 #include "operators/caller.h"
 #include "operators/clifford/any/items.cuh"
-#include "operators/clifford/any/neighbours.cuh"
+#include "operators/clifford/any/known.cuh"
 #include "operators/clifford/any/rows.cuh"
 #include "operators/estimate.h"
 #include "primitives/launch.h"
@@ -138,7 +138,7 @@ Way item_way(const AnyTensors& tensors, int passes, std::function<void()> launch
           kFirstLaunch + item_microseconds(tensors, 1 << n, passes), std::move(launch), 0};
 }
 template <int n>
-Way neighbours_way(const AnyTensors& tensors, int passes, std::function<void()> launch) {
+Way known_way(const AnyTensors& tensors, int passes, std::function<void()> launch) {
   Way way = item_way<n>(tensors, passes, std::move(launch));
   way.name += ", in registers";
   return way;
@@ -156,9 +156,9 @@ ItemProduct item_product(const AnyTensors& tensors, const ItemLayout& layout) {
 }
 
 /// Calls run with an algebra of n vectors and an order, if the product of these tensors is one of
-/// those that neighbours.cuh is compiled for. Returns whether it is.
+/// those that known.cuh is compiled for. Returns whether it is.
 template <int n, typename Run>
-bool with_neighbours(const AnyTensors& of, const ItemLayout& layout, Run run) {
+bool with_known(const AnyTensors& of, const ItemLayout& layout, Run run) {
   if (!layout.blades_last || of.layer.gated) return false;
   bool found = false;
   const auto attempt = [&]<int p, int q, Order order>(std::integral_constant<Order, order>,
@@ -176,19 +176,19 @@ bool with_neighbours(const AnyTensors& of, const ItemLayout& layout, Run run) {
   return found;
 }
 template <int n>
-unsigned neighbour_blocks(const Layer& layer) {
-  return blocks_for(layer.plane(), kNeighbourThreads);
+unsigned known_blocks(const Layer& layer) {
+  return blocks_for(layer.plane(), kKnownThreads);
 }
 
 /// The product without weights and norm, in this layout.
 template <int n>
 std::vector<Way> items_forward(const AnyTensors& tensors, const ItemLayout& layout) {
   std::vector<Way> ways;
-  with_neighbours<n>(tensors, layout, [&]<typename A, Order order>() {
-    ways = {neighbours_way<n>(tensors, 3, [=] {
+  with_known<n>(tensors, layout, [&]<typename A, Order order>() {
+    ways = {known_way<n>(tensors, 3, [=] {
       with_stored_type(tensors.storage, [&]<typename T>(const T*) {
-        multiply_neighbours<A, order, T>
-            <<<neighbour_blocks<n>(tensors.layer), kNeighbourThreads, 0, tensors.stream>>>(
+        multiply_known<A, order, T>
+            <<<known_blocks<n>(tensors.layer), kKnownThreads, 0, tensors.stream>>>(
                 as<T>(tensors.x), as<T>(tensors.y), as<T>(tensors.out), tensors.layer.plane());
       });
     })};
@@ -205,11 +205,11 @@ template <int n>
 std::vector<Way> items_backward(const AnyTensors& tensors, const AnyGradients& d,
                                 const ItemLayout& layout) {
   std::vector<Way> ways;
-  with_neighbours<n>(tensors, layout, [&]<typename A, Order order>() {
-    ways = {neighbours_way<n>(tensors, 5, [=] {
+  with_known<n>(tensors, layout, [&]<typename A, Order order>() {
+    ways = {known_way<n>(tensors, 5, [=] {
       with_stored_type(tensors.storage, [&]<typename T>(const T*) {
-        multiply_neighbours_backward<A, order, T>
-            <<<neighbour_blocks<n>(tensors.layer), kNeighbourThreads, 0, tensors.stream>>>(
+        multiply_known_backward<A, order, T>
+            <<<known_blocks<n>(tensors.layer), kKnownThreads, 0, tensors.stream>>>(
                 as<T>(d.d_out), as<T>(tensors.x), as<T>(tensors.y), as<T>(d.dx), as<T>(d.dy),
                 tensors.layer.plane());
       });

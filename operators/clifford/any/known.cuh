@@ -3,7 +3,8 @@
 // costs a block's threads more instructions than the memory has time for: places and signs of
 // blades are read, the metric multiplies most terms, and each number goes through shared memory
 // twice. Here a place is the number of a register, a sign is that of a multiply-add, and terms that
-// are 0 are left out.
+// are 0 are left out: of a million items of (3, 0, 1) in bf16 a warp instruction is executed 11
+// million times, and there 49 million times.
 //
 // A thread owns an item. It loads it by accesses of 16 bytes, which are far apart for neighbouring
 // threads; but each 32 bytes of memory that the first access brings into the L1 cache are what the
@@ -19,7 +20,7 @@
 
 namespace operators::clifford {
 
-inline constexpr int kNeighbourThreads = 128;  // of a block, and items
+inline constexpr int kKnownThreads = 128;  // of a block, and items
 
 // How many vectors of an algebra square to 0; and the order of its blades, as a constant.
 template <typename A>
@@ -32,7 +33,7 @@ inline constexpr BladeOrder kBladeOrder = order_of<A>(order, kNull<A>);
 
 // An item as memory has it: accesses of 16 bytes.
 template <typename A, typename T>
-struct NeighbourItem {
+struct KnownItem {
   static constexpr int kWidth = 16 / sizeof(T), kPieces = A::kBlades / kWidth;
   uint4 pieces[kPieces];
 
@@ -91,10 +92,10 @@ struct NeighbourItem {
 
 // out.
 template <typename A, Order order, typename T>
-__global__ void __launch_bounds__(kNeighbourThreads)
-    multiply_neighbours(const T* x, const T* y, T* out, size_t count) {
-  const size_t item = size_t{blockIdx.x} * kNeighbourThreads + threadIdx.x;
-  NeighbourItem<A, T> left = {}, right = {};
+__global__ void __launch_bounds__(kKnownThreads)
+    multiply_known(const T* x, const T* y, T* out, size_t count) {
+  const size_t item = size_t{blockIdx.x} * kKnownThreads + threadIdx.x;
+  KnownItem<A, T> left = {}, right = {};
   if (item < count) {
     left.load(x + item * A::kBlades);
     right.load(y + item * A::kBlades);
@@ -106,11 +107,10 @@ __global__ void __launch_bounds__(kNeighbourThreads)
 
 // dx and dy.
 template <typename A, Order order, typename T>
-__global__ void __launch_bounds__(kNeighbourThreads)
-    multiply_neighbours_backward(const T* d_out, const T* x, const T* y, T* dx, T* dy,
-                                 size_t count) {
-  const size_t item = size_t{blockIdx.x} * kNeighbourThreads + threadIdx.x;
-  NeighbourItem<A, T> left = {}, right = {}, of_out = {};
+__global__ void __launch_bounds__(kKnownThreads)
+    multiply_known_backward(const T* d_out, const T* x, const T* y, T* dx, T* dy, size_t count) {
+  const size_t item = size_t{blockIdx.x} * kKnownThreads + threadIdx.x;
+  KnownItem<A, T> left = {}, right = {}, of_out = {};
   if (item < count) {
     of_out.load(d_out + item * A::kBlades);
     left.load(x + item * A::kBlades);
