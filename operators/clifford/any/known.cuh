@@ -3,8 +3,8 @@
 // costs a block's threads more instructions than the memory has time for: places and signs of
 // blades are read, the metric multiplies most terms, and each number goes through shared memory
 // twice. Here a place is the number of a register, a sign is that of a multiply-add, and terms that
-// are 0 are left out: for a million items of (3, 0, 1) in bf16 warps execute 11 million instructions
-// here, and 49 million there.
+// are 0 are left out: for a million items of (3, 0, 1) in bf16 warps execute 11 million
+// instructions here, and 49 million there.
 //
 // A thread owns an item. It loads it by accesses of 16 bytes, which are far apart for neighbouring
 // threads; but each 32 bytes of memory that the first access brings into the L1 cache are what the
