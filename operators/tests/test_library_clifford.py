@@ -356,6 +356,10 @@ CALLS = [(kind, options) for kind in (Clifford, CliffordBackward) for options in
       for signature, type, features, order in (((3, 0, 1), FLOAT32, 61, 3), ((3, 0, 0), BFLOAT16, 12, 1),
                                                ((1, 0, 0), FLOAT16, 7, 0), ((4, 1, 0), FLOAT32, 25, 2),
                                                ((0, 0, 1), FLOAT32, 50, 3), ((1, 1, 2), FLOAT16, 9, 3))),
+    # In registers: one access an item, two and four; an odd number of items, and one more than a block has.
+    *(dict(PLAIN, layout=1, signature=signature, type=type, batch=3, features=features, order=order)
+      for signature, order in (((3, 0, 0), 0), ((3, 0, 1), 3), ((1, 3, 0), 2)) for type in (FLOAT32, BFLOAT16, FLOAT16)
+      for features in (1, 43)),
     dict(unweighted=1, normed=0, layout=1, batch=2, features=70),  # with the gate
     dict(unweighted=1, normed=0, order=1, batch=2, features=70, signature=(2, 1, 1)),
     dict(layout=1, batch=2, features=9), dict(order=3, signature=(3, 0, 1), batch=2, features=9, type=BFLOAT16),

@@ -1,7 +1,8 @@
 // Multivectors in every layout: the blades of a multivector may be neighbours in memory, or a plane
 // apart as in the other kernels; and they may have another order. An item is one multivector, of a
 // feature of a row. Here is the geometric product of items, without weights or norm, and the copy
-// from one layout to another, for layers that need more than that.
+// from one layout to another, for layers that need more than that. Where the compiler knows the
+// algebra and the order, known.cuh has the product.
 //
 // A thread owns an item, all of whose blades it has in registers. Where blades are neighbours, a
 // block's items are one piece of memory. Its threads copy this piece to shared memory, 16 bytes at
@@ -192,10 +193,9 @@ struct BlockItems {
 
 // The terms of blade `fixed` of z = x y, dx or dy, as sum_terms() has them, of all grades. n is a
 // blade of the first factor.
-template <typename A, Of of, int fixed, int... n>
+template <typename A, Of of, int fixed, typename M, int... n>
 __device__ __forceinline__ float sum_of_products(const Multivectors<A, 1>& first,
-                                                 const Multivectors<A, 1>& second,
-                                                 const Metric& metric,
+                                                 const Multivectors<A, 1>& second, const M& metric,
                                                  std::integer_sequence<int, n...>) {
   constexpr auto sign = [](int other) {
     const int third = A::third(fixed, other);
@@ -208,10 +208,10 @@ __device__ __forceinline__ float sum_of_products(const Multivectors<A, 1>& first
               first.blade[n].v[0], second.blade[A::third(fixed, n)].v[0], metric));
 }
 
-template <Of of, typename A>
+template <Of of, typename A, typename M>
 __device__ __forceinline__ Multivectors<A, 1> unweighted(const Multivectors<A, 1>& first,
                                                          const Multivectors<A, 1>& second,
-                                                         const Metric& metric) {
+                                                         const M& metric) {
   Multivectors<A, 1> result;
   unroll<0, A::kBlades>([&](auto k) {
     result.blade[k].v[0] = sum_of_products<A, of, k>(first, second, metric,

@@ -1,4 +1,4 @@
-// How the kernels of any/rows.cuh and any/items.cuh are launched.
+// How the kernels of this folder are launched.
 #pragma once
 
 #include <algorithm>
@@ -8,6 +8,7 @@
 
 #include "operators/caller.h"
 #include "operators/clifford/any/items.cuh"
+#include "operators/clifford/any/known.cuh"
 #include "operators/clifford/any/rows.cuh"
 #include "operators/estimate.h"
 #include "primitives/launch.h"
@@ -136,15 +137,63 @@ Way item_way(const AnyTensors& tensors, int passes, std::function<void()> launch
   return {"items of " + std::to_string(n) + " vectors",
           kFirstLaunch + item_microseconds(tensors, 1 << n, passes), std::move(launch), 0};
 }
+template <int n>
+Way known_way(const AnyTensors& tensors, int passes, std::function<void()> launch) {
+  Way way = item_way<n>(tensors, passes, std::move(launch));
+  way.name += ", in registers";
+  return way;
+}
+
+/// Memory as a kernel of one type has it.
+template <typename T>
+T* as(const Memory<char>& memory) {
+  return reinterpret_cast<T*>(memory.data());
+}
 
 template <int n>
 ItemProduct item_product(const AnyTensors& tensors, const ItemLayout& layout) {
   return {tensors.layer, metric_of<Cl<n, 0, 0>>(tensors.p, tensors.q), tensors.storage, layout};
 }
 
+/// Calls run with an algebra of n vectors and an order, if the product of these tensors is one of
+/// those that known.cuh is compiled for. Returns whether it is.
+template <int n, typename Run>
+bool with_known(const AnyTensors& of, const ItemLayout& layout, Run run) {
+  if (!layout.blades_last || of.layer.gated) return false;
+  bool found = false;
+  const auto attempt = [&]<int p, int q, Order order>(std::integral_constant<Order, order>,
+                                                      Cl<p, q, n - p - q>) {
+    using A = Cl<p, q, n - p - q>;
+    if (found || of.p != p || of.q != q || layout.order != kBladeOrder<A, order>) return;
+    found = true;
+    run.template operator()<A, order>();
+  };
+  if constexpr (n == 3) attempt(std::integral_constant<Order, Order::grade>(), Cl<3, 0, 0>());
+  if constexpr (n == 4) {
+    attempt(std::integral_constant<Order, Order::null_first>(), Cl<3, 0, 1>());
+    attempt(std::integral_constant<Order, Order::shortlex>(), Cl<1, 3, 0>());
+  }
+  return found;
+}
+template <int n>
+unsigned known_blocks(const Layer& layer) {
+  return blocks_for(layer.plane(), kKnownThreads);
+}
+
 /// The product without weights and norm, in this layout.
 template <int n>
 std::vector<Way> items_forward(const AnyTensors& tensors, const ItemLayout& layout) {
+  std::vector<Way> ways;
+  with_known<n>(tensors, layout, [&]<typename A, Order order>() {
+    ways = {known_way<n>(tensors, 3, [=] {
+      with_stored_type(tensors.storage, [&]<typename T>(const T*) {
+        multiply_known<A, order, T>
+            <<<known_blocks<n>(tensors.layer), kKnownThreads, 0, tensors.stream>>>(
+                as<T>(tensors.x), as<T>(tensors.y), as<T>(tensors.out), tensors.layer.plane());
+      });
+    })};
+  });
+  if (!ways.empty()) return ways;
   const ItemProduct of = item_product<n>(tensors, layout);
   return {item_way<n>(tensors, 3, [=] {
     multiply_items<n><<<item_blocks<n>(tensors.layer), kItems<n>, 0, tensors.stream>>>(
@@ -155,6 +204,18 @@ std::vector<Way> items_forward(const AnyTensors& tensors, const ItemLayout& layo
 template <int n>
 std::vector<Way> items_backward(const AnyTensors& tensors, const AnyGradients& d,
                                 const ItemLayout& layout) {
+  std::vector<Way> ways;
+  with_known<n>(tensors, layout, [&]<typename A, Order order>() {
+    ways = {known_way<n>(tensors, 5, [=] {
+      with_stored_type(tensors.storage, [&]<typename T>(const T*) {
+        multiply_known_backward<A, order, T>
+            <<<known_blocks<n>(tensors.layer), kKnownThreads, 0, tensors.stream>>>(
+                as<T>(d.d_out), as<T>(tensors.x), as<T>(tensors.y), as<T>(d.dx), as<T>(d.dy),
+                tensors.layer.plane());
+      });
+    })};
+  });
+  if (!ways.empty()) return ways;
   const ItemProduct of = item_product<n>(tensors, layout);
   return {item_way<n>(tensors, 5, [=] {
     multiply_items_backward<n><<<item_blocks<n>(tensors.layer), kItems<n>, 0, tensors.stream>>>(

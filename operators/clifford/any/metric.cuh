@@ -71,6 +71,13 @@ __device__ __forceinline__ float term_by_metric(const float& a, const float& b,
   }
 }
 
+// What an algebra has whose own tables have the squares: no factor.
+struct OwnMetric {};
+template <int sign, unsigned both>
+__device__ __forceinline__ float term_by_metric(const float& a, const float& b, OwnMetric) {
+  return signed_product<sign>(a, b);
+}
+
 // As sum_terms(), by a metric.
 template <typename A, Of of, int t, int fixed, int W, int... n>
 __device__ __forceinline__ Pack<W> sum_terms_by_metric(const Multivectors<A, W>& first,

@@ -20,8 +20,9 @@ enum class Order : int {
 /// Where a caller has blade k of the kernels: at place[k], multiplied by -1 if bit k of `negative`
 /// is set. That is so where the vectors of a word stand in another order: e0 e1 is -e1 e0.
 struct BladeOrder {
-  uint8_t place[32];
+  uint8_t place[32] = {};
   unsigned negative = 0;
+  bool operator==(const BladeOrder&) const = default;
 };
 
 /// Whether word a stands before word b. A word is a set of vectors that ascend, bit v for vector v.
@@ -36,7 +37,7 @@ constexpr bool is_before(Order order, unsigned a, unsigned b) {
 
 /// Of an algebra A, of whose vectors the last `null` have the square 0.
 template <typename A>
-BladeOrder order_of(Order order, int null) {
+constexpr BladeOrder order_of(Order order, int null) {
   const int others = A::kVectors - null;
   const unsigned low = (1u << others) - 1;
   // Vectors as the order counts them.

@@ -7,7 +7,8 @@ header's. `python3 -m fused_kernels` tests the library on this machine.
 With PyTorch, 2.6 or newer, it has functions of tensors: product(), gating(), attention(), diffusion(), softmax(),
 cross_entropy(), gradient_features(), clifford(), clifford_connected() and geometric_product(); and the gradients of
 all but the last as functions of their own, such as gating_backward(). Each docstring says the formula, the shapes and
-the types. fused_kernels.nn, which is imported by itself, has networks. For all functions:
+the types. fused_kernels.nn and fused_kernels.geometric_nn, which are imported by themselves, have networks and layers,
+and fused_kernels.geometric more of geometric algebra. For all functions:
 
 - Tensors are on one CUDA device. The work is put on PyTorch's current stream of that device, and the function
   returns at once. The results and the workspace are new tensors of PyTorch's caching allocator.

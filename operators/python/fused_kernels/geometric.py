@@ -1,5 +1,7 @@
 """The geometric product of tensors of multivectors, by fk_clifford_forward() and fk_clifford_backward(), in any
-algebra of up to five basis vectors, and in the orders and layouts in which networks have their blades."""
+algebra of up to five basis vectors, and in the orders and layouts in which networks have their blades; and what
+networks make of it. geometric_nn.py has these as torch.nn.Module. On the CPU, and in torch.float64, PyTorch's operators
+compute all of it, by the same formulas."""
 
 import ctypes
 import functools
@@ -13,6 +15,8 @@ from . import _torch as binding
 from ._torch import torch
 
 MOST_VECTORS = 5
+EPSILON = 1e-6  # of the norm
+CONNECTED = (2, 0, 0), (3, 0, 0)  # the algebras of fk_clifford_connected_forward()
 ORDERS = ("grade", "bits", "shortlex", "null_first")
 LAYOUTS = ("blades_first", "blades_last")
 
@@ -54,21 +58,26 @@ def geometric_product(x, y, w=None, signature=(3, 0, 0), gate=None, norm=False, 
 
     signature: (p, q, r): the first p basis vectors square to 1, the next q to -1, the last r to 0; at least 1 and at
     most 5 in all. w: None; or (features, triples), a weight for each feature and each of triples(signature), grades
-    (a, c, b), by which the part of grade c of a product of grades a and b is multiplied. gate: None; or "gelu": x is
-    multiplied by (1 + erf(s / sqrt 2)) / 2, where s is its scalar, and y likewise. norm: whether each grade of the
+    (a, c, b), by which the part of grade c of a product of grades a and b is multiplied; or (triples, features,
+    features of the result), fully connected: there a matrix multiplies that part, row by row. gate: None; or "gelu": x
+    is multiplied by (1 + erf(s / sqrt 2)) / 2, where s is its scalar, and y likewise. norm: whether each grade of the
     result is divided by the root of its mean square over the features.
 
-    Shapes: x, y and the result are alike. layout: "blades_first", (blades, ..., features); "blades_last", (...,
-    features, blades). There may be any number of dimensions between. order: of the blades: "grade", "bits",
-    "shortlex" or "null_first", as blades() explains. In the first three a blade's vectors ascend, so no sign changes; in
-    the last e0 e1 is -(e1 e0), which counts.
+    Shapes: x, y and the result are alike, but for its features, if w is fully connected. layout: "blades_first",
+    (blades, ..., features); "blades_last", (..., features, blades). There may be any number of dimensions between.
+    order: of the blades: "grade", "bits", "shortlex" or "null_first", as blades() explains. In the first three a
+    blade's vectors ascend, so no sign changes; in the last e0 e1 is -(e1 e0), which counts.
 
     Types: torch.float32, torch.bfloat16 or torch.float16 for x, y and the result; for w the same, as in a model after
-    .to(torch.bfloat16), or torch.float32, as under autocast. All is computed in fp32, and rounded once.
+    .to(torch.bfloat16), or torch.float32, as under autocast. All is computed in fp32, and rounded once; but a fully
+    connected w multiplies in TF32, or in the 16-bit type.
 
     What it costs: without w and norm all layouts and orders cost the same. Else "blades_first" and "grade" copy
     nothing, and the others copy x, y and the result once each, and so their gradients, by kernels of the library. A
-    tensor that is not contiguous is copied by PyTorch.
+    tensor that is not contiguous is copied by PyTorch. A fully connected w is the library's fused operator where the
+    gate is "gelu", the result has as many features as x, and the signature is one of CONNECTED: in 16-bit types and in
+    other layouts and orders between copies. Else the parts of the product are written to memory, and multiplied by
+    product(), once for each grade of the result.
 
     Gradients: of x, y and w. There are no second derivatives.
 
@@ -76,6 +85,10 @@ def geometric_product(x, y, w=None, signature=(3, 0, 0), gate=None, norm=False, 
     Source: operators/clifford; lesson 10 explains the layer."""
     signature = tuple(map(operator.index, signature))
     vectors = _check(x, y, w, signature, gate, layout, order)
+    if not _has_kernels(x):
+        return _by_pytorch(x, y, w, signature, gate, norm, layout, order)
+    if w is not None and w.dim() == 3:
+        return _connected(x, y, w, signature, gate, norm, layout, order)
     is_last = layout == "blades_last"
     shape = (-1, x.shape[-2], 1 << vectors) if is_last else (1 << vectors, -1, x.shape[-1])
     left, right = (each.contiguous().reshape(shape) for each in (x, y))
@@ -84,7 +97,8 @@ def geometric_product(x, y, w=None, signature=(3, 0, 0), gate=None, norm=False, 
         LAYOUTS.index(layout), ORDERS.index(order)).reshape(x.shape)
 
 
-# ---- What is made of it ----------------------------------------------------------------------------------------------
+def _has_kernels(x):
+    return x.is_cuda and x.dtype != torch.float64
 
 
 def _constant(values, dtype, device):
@@ -97,10 +111,156 @@ def _kept(values, dtype, device):
     return torch.tensor(values, dtype=dtype, device=device)
 
 
+def _at(layout):
+    """Which dimension is that of the blades."""
+    return 0 if layout == "blades_first" else -1
+
+
 def _of_blades(values, x, layout):
     """A factor for each blade of x, as a tensor that multiplies it."""
     values = _constant(tuple(values), x.dtype, x.device)
     return values if layout == "blades_last" else values.reshape(-1, *[1] * (x.dim() - 1))
+
+
+# ---- The product with a matrix for each triple, and all by PyTorch's operators ---------------------------------------
+
+
+def _connected(x, y, w, signature, gate, norm, layout, order):
+    """geometric_product() with w (triples, features, features of the result)."""
+    (inputs, outputs), vectors = w.shape[1:], sum(signature)
+    left, right = (to_planes(each, signature, layout, order) for each in (x, y))
+    if signature in CONNECTED and gate is not None and inputs == outputs:
+        z = binding.calls["clifford_connected"](*(each.float() for each in (left, right, w)), signature, bool(norm))
+    else:
+        z = torch.cat([_of_grade(grade, left, right, w.to(x.dtype), signature, gate) for grade in range(vectors + 1)])
+        z = _normed(z, signature) if norm else z
+    between = x.shape[1:-1] if layout == "blades_first" else x.shape[:-2]
+    return from_planes(z.to(x.dtype), between, signature, layout, order)
+
+
+def _of_grade(grade, x, y, w, signature, gate):
+    """The blades of this grade of the product: one triple's part beside the other's, times the matrices of these
+    triples below each other."""
+    every, features, rows = triples(signature), x.shape[2], x.shape[1]
+    places = [place for place, word in enumerate(blades(sum(signature))) if len(word) == grade]
+    own = [t for t, (_, c, _) in enumerate(every) if c == grade]
+    at_a_time, total = max(1, (8192 >> max(0, sum(signature) - 3)) // features), None  # features of a call
+    for first in range(0, len(own), at_a_time):
+        some = own[first:first + at_a_time]
+        one = tuple(tuple(1.0 * (t == each) for each in range(len(every))) for t in some)
+        kept = _constant(one, torch.float32, x.device).repeat_interleave(features, 0)
+        wide = (each.unsqueeze(2).expand(-1, -1, len(some), -1).flatten(2) for each in (x, y))
+        parts = geometric_product(*wide, kept, signature, gate)[places[0]:places[-1] + 1].flatten(0, 1)
+        found = _product(parts, w[some[0]:some[-1] + 1] if some[-1] - some[0] + 1 == len(some) else w[some])
+        total = found if total is None else total + found
+    return total.unflatten(0, (len(places), rows))
+
+
+def _product(a, b, math="tf32"):
+    """a b, by product() where it reads them: there math says how fp32 is multiplied. b is one matrix, or several that
+    are below each other or as many as those of a."""
+    if b.dim() == 3 and a.dim() == 2:
+        b = b.flatten(0, 1)
+    if not _has_kernels(a):
+        return a @ b
+    apart = [a[0].numel(), b[0].numel(), a.shape[-2] * b.shape[-1]] if a.dim() == 3 else [0]
+    if any(each * a.element_size() % 16 for each in apart):  # matrices of a batch that do not begin where they have to
+        return a @ b
+    return binding.calls["product"](a.contiguous(), b, math if a.dtype == torch.float32 else "fp32")
+
+
+@functools.cache
+def _own_order(signature, order):
+    """(where the order has each blade of the library's, its sign there)."""
+    words = blades(sum(signature), order, signature[2])
+    places = {frozenset(word): place for place, word in enumerate(words)}
+    there = tuple(places[frozenset(word)] for word in blades(sum(signature)))
+    return there, tuple(_sign(words[place], range(sum(signature))) for place in there)
+
+
+def to_planes(x, signature, layout, order):
+    """(blades, rows, features) in the library's order."""
+    x = x.movedim(_at(layout), 0)
+    x = x.reshape(len(x), -1, x.shape[-1])
+    there, signs = _own_order(signature, order)
+    if there != tuple(range(len(x))):
+        x = x.index_select(0, _constant(there, torch.int64, x.device))
+    if -1.0 in signs:
+        x = x * _of_blades(signs, x, "blades_first")
+    return x.contiguous()
+
+
+def from_planes(x, between, signature, layout, order):
+    """The inverse of to_planes()."""
+    there, signs = _own_order(signature, order)
+    if -1.0 in signs:
+        x = x * _of_blades(signs, x, "blades_first")
+    if there != tuple(range(len(x))):
+        back = tuple(there.index(place) for place in range(len(there)))
+        x = x.index_select(0, _constant(back, torch.int64, x.device))
+    x = x.reshape(len(x), *between, x.shape[-1]).movedim(0, _at(layout))
+    return x.contiguous()
+
+
+def _normed(z, signature, order="grade"):
+    """Each grade of z (blades, ..., features) divided by the root of its mean square."""
+    of = _constant(tuple(map(len, blades(sum(signature), order, signature[2]))), torch.int64, z.device)
+    wide = z.to(torch.promote_types(z.dtype, torch.float32))
+    squares = wide.square().mean(-1, keepdim=True)
+    sums = torch.zeros_like(squares[:sum(signature) + 1]).index_add(0, of, squares)
+    return wide * (sums + EPSILON).rsqrt().index_select(0, of)
+
+
+@functools.cache
+def _terms(signature, order):
+    """(i, j, k, t, sign) of all pairs of blades whose product is not 0: blade i times blade j is sign times blade k,
+    and has the weight t. Each is a tuple with a number for each pair."""
+    words = blades(sum(signature), order, signature[2])
+    places = {frozenset(word): place for place, word in enumerate(words)}
+    whole, every = words[places[frozenset(range(sum(signature)))]], triples(signature)
+    squares = [1.0] * signature[0] + [-1.0] * signature[1] + [0.0] * signature[2]
+    found = []
+    for (i, a), (j, b) in itertools.product(enumerate(words), repeat=2):
+        sign = _sign((*a, *b), whole) * math.prod(squares[vector] for vector in {*a} & {*b})
+        if sign:
+            c = {*a} ^ {*b}
+            found.append((i, j, places[frozenset(c)], every.index((len(a), len(c), len(b))), sign))
+    return tuple(zip(*found))
+
+
+def _by_pytorch(x, y, w, signature, gate, norm, layout, order):
+    wide = torch.promote_types(x.dtype, torch.float32)
+    left, right = (each.movedim(_at(layout), 0).to(wide) for each in (x, y))
+    if gate is not None:
+        left, right = (each * (1 + torch.erf(each[:1] * 0.5**0.5)) / 2 for each in (left, right))
+    *numbers, sign = _terms(signature, order)
+    i, j, k, t = (_constant(each, torch.int64, x.device) for each in numbers)
+    terms = left[i] * right[j] * _of_blades(sign, left, "blades_first")
+    if w is not None and w.dim() == 2:
+        terms = terms * w.to(wide).T[t].reshape(len(t), *[1] * (terms.dim() - 2), -1)
+    elif w is not None:
+        terms = (terms.flatten(1, -2) @ w.to(wide)[t]).reshape(*terms.shape[:-1], -1)
+    z = terms.new_zeros(len(left), *terms.shape[1:]).index_add(0, k, terms)
+    return (_normed(z, signature, order) if norm else z).to(x.dtype).movedim(0, _at(layout))
+
+
+# ---- What is made of it ----------------------------------------------------------------------------------------------
+
+
+def grade_linear(x, weight, bias=None, signature=(3, 0, 0), layout="blades_first", order="grade", math="tf32x3"):
+    """The features of x mixed by a matrix for each grade, to which turning and mirroring are nothing: blade k of the
+    result is weight[grade of k] times that of x, and `bias` is added to the scalar. Shapes: weight (grades, outputs,
+    inputs), bias (outputs) or None; x and the result as geometric_product() has them, with inputs and outputs as
+    features. math: how fp32 is multiplied, as product() has it. Types: those of x, for all. Layouts other than
+    "blades_first" are copied. One product() for all blades; where a matrix of the batch does not begin at a multiple of
+    16 bytes it is PyTorch's."""
+    own = x.movedim(_at(layout), 0)
+    of = _constant(tuple(map(len, blades(sum(signature), order, signature[2]))), torch.int64, x.device)
+    rows = own.reshape(len(own), -1, own.shape[-1]).contiguous()
+    z = _product(rows, weight.mT.index_select(0, of), math)
+    if bias is not None:
+        z[0] += bias
+    return z.reshape(*own.shape[:-1], -1).movedim(0, _at(layout))
 
 
 def reverse(x, signature=(3, 0, 0), layout="blades_first", order="grade"):
@@ -116,9 +276,39 @@ def conjugation(u, x, signature=(3, 0, 0), layout="blades_first", order="grade")
     scalar of u reverse(u).) Shapes, types, layout, order and errors: as geometric_product(), twice. Source: the formula
     is equation 3 of Ruhe et al., Geometric Clifford Algebra Networks, 2023."""
     options = dict(signature=signature, layout=layout, order=order)
-    at, reversed_u = (0 if layout == "blades_first" else -1), reverse(u, **options)
+    at, reversed_u = _at(layout), reverse(u, **options)
     norm = (u * reversed_u * _of_blades(_squares(tuple(signature), order), u, layout)).sum(at, keepdim=True)
     return geometric_product(geometric_product(u, x, **options), reversed_u, **options) / norm
+
+
+def action_matrices(u, signature=(3, 0, 1), order="null_first"):
+    """What u does as conjugation(u, x), as matrices: row l is what becomes of blade l. Shapes: u (..., blades), the
+    result (..., blades, blades). So u that stay, such as parameters, cost two products for each blade once, and not two
+    for each x; what is left is a product of matrices."""
+    left = u.unsqueeze(-2).expand(*u.shape, u.shape[-1])
+    every = torch.eye(u.shape[-1], dtype=u.dtype, device=u.device).expand_as(left)
+    return conjugation(left, every, signature, "blades_last", order)
+
+
+def group_action(x, u, w, signature=(3, 0, 1), layout="blades_last", order="null_first", math="tf32x3"):
+    """A layer of group actions: feature o of the result is the sum over the features i of x of w[o, i] u[o, i] x_i
+    u[o, i]^-1, with conjugation()'s inverse. Shapes: u (outputs, inputs, blades), w (outputs, inputs) or, with a weight
+    for each grade of x, (outputs, inputs, grades); x and the result as geometric_product() has them, with inputs and
+    outputs as features. It is one product of x, as rows of (inputs * blades), and a matrix that action_matrices() makes
+    of u in each call. math: as product(). Types: those of x, for all; the matrix is computed in fp32. Gradients: of x,
+    u and w. Source: Ruhe et al., Geometric Clifford Algebra Networks, 2023."""
+    outputs, inputs, count = u.shape
+    wide = torch.promote_types(u.dtype, torch.float32)
+    matrices = action_matrices(u.to(wide), signature, order)
+    if w.dim() == 3:
+        of = _constant(tuple(map(len, blades(sum(signature), order, signature[2]))), torch.int64, u.device)
+        weights = w.index_select(2, of).unsqueeze(3)
+    else:
+        weights = w.reshape(outputs, inputs, 1, 1)
+    whole = (matrices * weights).permute(1, 2, 0, 3).reshape(inputs * count, outputs * count).to(x.dtype)
+    own = x if layout == "blades_last" else x.movedim(0, -1)
+    z = _product(own.reshape(-1, inputs * count), whole, math).reshape(*own.shape[:-2], outputs, count)
+    return z if layout == "blades_last" else z.movedim(-1, 0)
 
 
 @functools.cache
@@ -142,9 +332,10 @@ def join(x, y, reference=None, signature=(3, 0, 1), layout="blades_last", order=
     blade is the blade that has the other vectors, with the sign by which blade dual(blade) is that of all vectors.
 
     reference: None; or a multivector by whose last blade, that of all vectors, the result is multiplied. The join alone
-    changes its sign in a mirror, and with a reference that is mirrored, too, it does not (the equivariant join of Brehmer
-    et al., Geometric Algebra Transformer, 2023). Shapes, types, layout, order and errors: as geometric_product()."""
-    vectors, at = sum(signature), (0 if layout == "blades_first" else -1)
+    changes its sign in a mirror, and with a reference that is mirrored, too, it does not (the equivariant join of
+    Brehmer et al., Geometric Algebra Transformer, 2023). Shapes, types, layout, order and errors: as
+    geometric_product()."""
+    vectors, at = sum(signature), _at(layout)
     words = blades(vectors, order, signature[2])
     places = {frozenset(word): place for place, word in enumerate(words)}
     every = frozenset(range(vectors))
@@ -187,15 +378,17 @@ def _check(x, y, w, signature, gate, layout, order):
     require(order in ORDERS, f"order is {order!r}; it has to be {' or '.join(map(repr, ORDERS))}")
     require(gate in (None, "gelu"), f"gate is {gate!r}; it has to be None or 'gelu'")
     vectors, types = sum(signature), (torch.float32, torch.bfloat16, torch.float16)
-    require(x.dtype in types, f"x is {x.dtype}; it has to be {' or '.join(map(str, types))}")
+    require(x.dtype in (*types, torch.float64), f"x is {x.dtype}; it has to be {' or '.join(map(str, types))}")
     require(y.dtype == x.dtype, f"y is {y.dtype}; it has to be {x.dtype}")
     require(x.shape == y.shape, f"y has the shape {tuple(y.shape)}; it has to be {tuple(x.shape)}")
-    at = 0 if layout == "blades_first" else -1
+    at = _at(layout)
     require(x.dim() >= 2 and x.shape[at] == 1 << vectors,
             f"x has the shape {tuple(x.shape)}; with the layout {layout!r} dimension {at} has to be {1 << vectors}")
     if w is not None:
-        shape = x.shape[-1 if at == 0 else -2], len(triples(signature))
-        require(tuple(w.shape) == shape, f"w has the shape {tuple(w.shape)}; it has to be {shape}")
+        features, count = x.shape[-1 if at == 0 else -2], len(triples(signature))
+        require(tuple(w.shape) == (features, count) or w.dim() == 3 and tuple(w.shape[:2]) == (count, features),
+                f"w has the shape {tuple(w.shape)}; it has to be {(features, count)}, or {(count, features)} and the "
+                "features of the result")
         require(w.dtype in (x.dtype, torch.float32), f"w is {w.dtype}; it has to be {x.dtype} or torch.float32")
     return vectors
 
