@@ -113,8 +113,12 @@ struct PairProduct : MatrixProduct<Tile_, StorePair<T>> {
     __device__ bool next() { return pieces.get(piece); }
     template <class Reader>
     __device__ void multiply(Sum& sum, Reader& reader) const {
-      multiply_half<0>(sum, reader, piece.begin, min(piece.end, work.gate_steps));
-      multiply_half<1>(sum, reader, max(piece.begin, work.gate_steps), piece.end);
+      const int turn = min(max(piece.begin, work.gate_steps), piece.end);
+      if (turn == piece.begin) clear<0>(sum);  // a half without any steps
+      if (turn == piece.end) clear<1>(sum);
+      multiply_half<0>(sum, reader, piece.begin, turn);
+      wgmma_wait<0>();  // else ptxas cannot tell the halves' products apart
+      multiply_half<1>(sum, reader, turn, piece.end);
       out.wait();  // while the last products are on their way
     }
     __device__ void store(Sum& sum) const {
@@ -129,22 +133,26 @@ struct PairProduct : MatrixProduct<Tile_, StorePair<T>> {
     __device__ void end() const { out.wait(); }
 
    private:
-    /// The steps of a piece that belong to one half of a sum. Without any, that half is 0.
+    template <int kHalf>
+    __device__ __forceinline__ static auto& half_of(Sum& sum) {
+      return columns_of<kHalf * Sum::size() / 2, Sum::size() / 2>(sum.elements);
+    }
+    template <int kHalf>
+    __device__ __forceinline__ static void clear(Sum& sum) {
+#pragma unroll
+      for (float& element : half_of<kHalf>(sum)) element = 0;
+    }
+    /// The steps of a piece that belong to one half of a sum.
     template <int kHalf, class Reader>
     __device__ __forceinline__ void multiply_half(Sum& sum, Reader& reader, int begin,
                                                   int end) const {
-      auto& half_of = columns_of<kHalf * Sum::size() / 2, Sum::size() / 2>(sum.elements);
-      if (begin >= end) {
-#pragma unroll
-        for (float& element : half_of) element = 0;
-      }
       for (int step = begin; step < end; ++step) {
         reader.take([&](const Stage& stage, bool) {
           wgmma_fence();
 #pragma unroll
           for (int slice = 0; slice < kSlices; ++slice) {
-            multiply_slice(half_of, stage.a.rows(Tile::row_of(consumer)), stage.b, slice,
-                           step > begin || slice > 0);
+            multiply_slice(half_of<kHalf>(sum), stage.a.rows(Tile::row_of(consumer)), stage.b,
+                           slice, step > begin || slice > 0);
           }
           wgmma_commit();
         });

@@ -292,7 +292,7 @@ std::vector<operators::Way> gradients_of(const fk_product& product, const operat
   const operators::Way of_b = tb ? best(transposed(d_c), a, d_b) : best(transposed(a), d_c, d_b);
   if (!of_a.launch || !of_b.launch) return {};
   const Memory<float> sums =
-      caller.workspace.any<float>(floats_to_sum_rows(batch * product.rows, product.cols));
+      caller.workspace.any<float>(floats_to_sum_rows<T>(batch * product.rows, product.cols));
   const auto launch = [=, stream = caller.stream] {
     if (at.at<T>(3) != nullptr) of_a.launch();
     if (at.at<T>(4) != nullptr) of_b.launch();

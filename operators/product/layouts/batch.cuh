@@ -161,12 +161,11 @@ __global__ void __launch_bounds__(Tile::kThreads)
   }
 }
 
-/// An estimate, not fitted to measurements: a multiprocessor does so many multiply-adds in a cycle,
-/// and each tile costs it some cycles more.
+/// An estimate: a multiprocessor does so many multiply-adds in a cycle, and each tile costs it some
+/// cycles more, `ends`. These are fitted to few measurements alone.
 template <typename T, class Tile>
-double microseconds_of_batch(const Matrices<T>& a, const Matrices<T>& b, int64_t batch,
-                             double rate) {
-  constexpr double kEnds = 1000;
+double microseconds_of_batch(const Matrices<T>& a, const Matrices<T>& b, int64_t batch, double rate,
+                             double ends = 1000) {
   const int64_t tiles = primitives::ceil_div(a.rows, int64_t{Tile::BM}) *
                         primitives::ceil_div(b.cols, int64_t{Tile::BN}) * batch;
   const double steps = std::ceil(1.0 * static_cast<double>(a.cols) / Tile::BK);
@@ -176,7 +175,7 @@ double microseconds_of_batch(const Matrices<T>& a, const Matrices<T>& b, int64_t
       static_cast<double>(a.between == 0 ? 1 : batch) * static_cast<double>(a.rows * a.cols) +
       static_cast<double>(b.between == 0 ? 1 : batch) * static_cast<double>(b.rows * b.cols);
   return kFirstLaunch +
-         std::max(rounds * (steps * Tile::BM * Tile::BN * Tile::BK / rate + kEnds) / cycles(),
+         std::max(rounds * (steps * Tile::BM * Tile::BN * Tile::BK / rate + ends) / cycles(),
                   sizeof(T) * elements / memory_rate());
 }
 
@@ -201,7 +200,7 @@ std::vector<Way> half_batch_ways(const Caller& caller, const Matrices<T>& a, con
                                  const Matrices<T>& c, int64_t batch) {
   if ((a.stride | b.stride | a.between | b.between) % 8 != 0) return {};
   Ways ways(caller.search);
-  const auto offer = [&]<class Tile, bool kTurnedA, bool kTurnedB>(double rate) {
+  const auto offer = [&]<class Tile, bool kTurnedA, bool kTurnedB>(double rate, double ends) {
     const auto launch = [=, stream = caller.stream](unsigned tiles) {
       const MmaFactors<T, 1> factors{a.data,
                                      {b.data},
@@ -224,19 +223,19 @@ std::vector<Way> half_batch_ways(const Caller& caller, const Matrices<T>& a, con
             <<<blocks, Tile::kThreads, Tile::kSharedBytes, stream>>>(factors, results, between);
       }
     };
-    offer_batch<Tile>(ways, "mma.sync", microseconds_of_batch<T, Tile>(a, b, batch, rate),
+    offer_batch<Tile>(ways, "mma.sync", microseconds_of_batch<T, Tile>(a, b, batch, rate, ends),
                       Tile::kSharedBytes, c.rows, c.cols, launch);
   };
   using Small = MmaTile<64, 64, 64, 2, 2, 3, 4>;
   if (a.transposed && b.transposed) {
-    offer.template operator()<Small, true, true>(500);
+    offer.template operator()<Small, true, true>(500, 600);
   } else if (a.transposed) {
-    offer.template operator()<Small, true, false>(500);
+    offer.template operator()<Small, true, false>(500, 600);
   } else if (b.transposed) {
-    offer.template operator()<Small, false, true>(500);
+    offer.template operator()<Small, false, true>(500, 600);
   } else {
-    offer.template operator()<MmaTile<128, 128, 32, 2, 2, 3, 2>, false, false>(900);
-    offer.template operator()<Small, false, false>(550);
+    offer.template operator()<MmaTile<128, 128, 32, 2, 2, 3, 2>, false, false>(900, 2500);
+    offer.template operator()<Small, false, false>(550, 600);
   }
   return ways.found();
 }
