@@ -23,8 +23,12 @@ static void* filled(size_t count, uint16_t bits) {
 }
 
 int main(void) {
-  /* 0, 0, 0: the rows of x and of out are dense, and the gate is a sigmoid. */
-  const fk_gating layer = {sizeof layer, FK_FLOAT16, kRows, kInputs, kHidden, 0, 0, 0};
+  /* What is not named is 0: the rows of x and of out are dense, and the gate is a sigmoid. */
+  const fk_gating layer = {.size = sizeof layer,
+                           .type = FK_FLOAT16,
+                           .rows = kRows,
+                           .inputs = kInputs,
+                           .hidden = kHidden};
   const uint16_t one = 0x3c00, zero = 0;
   void *x = filled(kRows * kInputs, one), *out = filled(kRows * kHidden, zero), *workspace = NULL;
   void *w1 = filled(kInputs * kHidden, zero), *w2 = filled(kInputs * kHidden, zero);

@@ -9,9 +9,18 @@
 // are of what was not rounded. dW1 and dW2 are two products of transposed factors, or, where many
 // rows meet few weights, one kernel that reads x and [dS | dV] as they lie (weight_gradients.cuh).
 // In fp32 x^T [dS | dV] is one product, which is taken apart.
+//
+// Where values have an input y of their own, dS and dV lie below each other, not side by side, and
+// each input has products of its own:
+//
+//     dx = dS W1^T,  dy = dV W2^T,  dW1 = x^T dS,  dW2 = y^T dV
+//
+// (If values have the gate's function, too, dS = d_out * gate(v) * slope at s, and dV likewise.)
 #pragma once
 
 #include <algorithm>
+#include <optional>
+#include <utility>
 #include <vector>
 
 #include "operators/estimate.h"
@@ -24,23 +33,26 @@
 namespace operators::gating {
 
 /// What the kernel between the products works on: s and v, as they were before the biases, with
-/// rows `stride` apart, and [dS | dV], whose halves have `half_cols` columns, an even number that
-/// is at least `hidden`. In types of 2 bytes [s | v] is where [dS | dV] is to be.
+/// rows `stride` apart, and dS and dV, with rows `d_stride` apart. These have `half_cols` columns,
+/// an even number that is at least `hidden`. In types of 2 bytes s and v are where dS and dV are to
+/// be.
 template <typename T>
 struct GateGradients {
   const T *s, *v;
   int64_t stride;
-  T* d;
+  T *d_s, *d_v;
+  int64_t d_stride;
   const T *b1, *b2, *d_out;
   int64_t d_out_stride, rows, slice;  ///< rows of a block
   int hidden, half_cols;
   Gate gate;
-  float* partials;  ///< (slices, 2, half_cols): column sums of dS and dV
+  bool gated_values;  ///< v has the gate's function, too; only where there are two inputs
+  float* partials;    ///< (slices, 2, half_cols): column sums of dS and dV
 };
 
 /// A thread has two neighbouring columns of every kGateRows-th row of its slice. What `hidden` does
-/// not fill becomes 0: it is a factor, too.
-template <typename T>
+/// not fill becomes 0: it is a factor, too. kTwo: there are two inputs.
+template <typename T, bool kTwo>
 __global__ void __launch_bounds__(kGateCols / 2 * kGateRows, 4)
     gate_gradients(const GateGradients<T> in) {
   __shared__ float4 sums[kGateRows][kGateCols / 2];
@@ -66,19 +78,24 @@ __global__ void __launch_bounds__(kGateCols / 2 * kGateRows, 4)
 #pragma unroll kGate == Gate::sigmoid ? 2 : 1
       for (int64_t row = first + threadIdx.y; row < end; row += kGateRows) {
         const float2 s = two(in.s + row * in.stride), v = two(in.v + row * in.stride);
-        T* const to = in.d + row * 2 * in.half_cols + col;
         float d_s[2], d_v[2];
 #pragma unroll
         for (int e = 0; e < 2; ++e) {
           const float d = at(in.d_out + row * in.d_out_stride, e);
           const GateAt gate = gate_at<T, kGate>((e == 0 ? s.x : s.y) + b1[e]);
-          d_v[e] = inside[e] ? d * gate.value : 0;
-          d_s[e] = inside[e] ? d * gate.slope * ((e == 0 ? v.x : v.y) + b2[e]) : 0;
+          GateAt value = {(e == 0 ? v.x : v.y) + b2[e], 1};
+          if constexpr (kTwo) {
+            if (in.gated_values) value = gate_at<T, kGate>(value.value);
+          }
+          d_v[e] = inside[e] ? d * gate.value * value.slope : 0;
+          d_s[e] = inside[e] ? d * gate.slope * value.value : 0;
         }
         using Pair = Neighbours<T, 2>;
-        *reinterpret_cast<Pair*>(to) = {static_cast<T>(d_s[0]), static_cast<T>(d_s[1])};
-        *reinterpret_cast<Pair*>(to + in.half_cols) = {static_cast<T>(d_v[0]),
-                                                       static_cast<T>(d_v[1])};
+        const int64_t at_row = row * in.d_stride + col;
+        *reinterpret_cast<Pair*>(in.d_s + at_row) = {static_cast<T>(d_s[0]),
+                                                     static_cast<T>(d_s[1])};
+        *reinterpret_cast<Pair*>(in.d_v + at_row) = {static_cast<T>(d_v[0]),
+                                                     static_cast<T>(d_v[1])};
         sum.x += d_s[0], sum.y += d_s[1], sum.z += d_v[0], sum.w += d_v[1];
       }
     });
@@ -115,52 +132,79 @@ __global__ void add_bias_gradients(const float* partials, int slices, int half_c
 template <typename T>
 struct GatingGradients {
   Memory<T> d_out, d_x, d_W1, d_b1, d_W2, d_b2;
+  std::optional<Memory<T>> d_y = {};  ///< of a second input
 };
 
 template <typename T>
 class GatedLayerBackward {
  public:
   GatedLayerBackward(const Caller& caller, const GatingMemory<T>& of, const GatingGradients<T>& d,
-                     const GatingShape& shape, const ProductWays<T>& multiply)
-      : caller_(caller), of_(of), d_(d), M(shape.rows), K(shape.channels), H(shape.hidden) {
+                     const GatingShape& shape, const ProductWays<T>& multiply,
+                     const std::optional<ValueInput<T>>& value = {})
+      : caller_(caller),
+        of_(of),
+        d_(d),
+        gated_values_(value && value->gated),
+        M(shape.rows),
+        H(shape.hidden),
+        stride(value ? pitch : 2 * pitch) {
     const auto product_of = [&](const Memory<T>& a, const Memory<T>& b, const Memory<T>& c,
                                 int64_t m, int64_t n, int64_t k, product::RowStrides strides) {
       return best_product(caller, multiply, a, b, c,
                           {static_cast<int>(m), static_cast<int>(n), static_cast<int>(k)}, strides);
     };
-    const auto any = [&](int64_t count) {
-      return caller.workspace.any<T>(static_cast<size_t>(count));
-    };
-    const int64_t rows = aligned(M), channels = aligned(K);  // of transposed matrices
-    const Memory<T> sums = any(M * 2 * pitch);               // [s | v] and [dS | dV]
-    const Memory<T> x_t = any(K * rows), W_t = any(2 * pitch * channels);
-    const Memory<T> s = kHalves ? sums : any(M * H), v = kHalves ? second(sums) : any(M * H);
-    const int64_t stride = kHalves ? 2 * pitch : 0;
-    const std::vector<Way> steps = {
-        product_of(of.x, of.W1, s, M, H, K, {of.x_stride, 0, stride}),
-        product_of(of.x, of.W2, v, M, H, K, {of.x_stride, 0, stride}),
-        gates(s, v, sums, W_t, channels),
-        product_of(sums, W_t, d.d_x, M, K, 2 * pitch, {0, dense(channels, K), 0}),
-    };
-    const Way transposed = {"", 2 * read_x() + kFirstLaunch, [=, *this] {
-                              product::launch_transpose<T>({of_.x, M, K, x_stride()},
-                                                           {x_t, K, rows, rows}, caller_.stream);
-                            }};
-    if constexpr (kHalves) {
-      const product::RowStrides strides{dense(rows, M), 2 * pitch, 0};
-      offer(Weights::by_products, "five products and their gates between them", steps,
-            {transposed, product_of(x_t, sums, d.d_W1, K, H, M, strides),
-             product_of(x_t, second(sums), d.d_W2, K, H, M, strides)});
-      if (K % 8 != 0) return;  // else pieces of 16 bytes end where rows end
-      offer(Weights::from_slices, "three products and their gates, weights from slices of the rows",
-            steps, {weights_from_slices(sums)});
-    } else {
-      const Memory<float> both = any(K * 2 * pitch);
-      offer(Weights::by_products, "four products and their gates between them", steps,
-            {transposed,
-             product_of(x_t, sums, both, K, 2 * pitch, M, {}),
-             {"", kFirstLaunch + 16 * static_cast<double>(K * pitch) / memory_rate(),
-              [=, *this] { add_weights(both.data(), 1); }}});
+    const Memory<T> d_s = any(M * 2 * pitch), d_v = behind(d_s, value ? M * pitch : pitch);
+    const Memory<T> s = kHalves ? d_s : any(M * H), v = kHalves ? d_v : any(M * H);
+    const Input x = input(of.x, shape.channels, of.x_stride, d_s, d.d_x);
+    std::vector<Input> inputs = {x};
+    if (value) inputs.push_back(input(value->y, value->channels, value->stride, d_v, *d.d_y));
+    const Input& y = inputs.back();  // the same one, where there is no other
+    const Memory<T> W2_t = value ? y.W_t : behind(x.W_t, pitch * x.W_t_stride);
+
+    std::vector<Way> steps = {
+        product_of(x.x, of.W1, s, M, H, x.channels, {of.x_stride, 0, kHalves ? stride : 0}),
+        product_of(y.x, of.W2, v, M, H, y.channels,
+                   {value ? value->stride : of.x_stride, 0, kHalves ? stride : 0}),
+        gates(s, v, d_s, d_v, x, y, W2_t)};
+    std::vector<Way> by_products, from_slices;
+    const Memory<T> d_W[2] = {d.d_W1, d.d_W2};
+    for (size_t i = 0; i < inputs.size(); ++i) {
+      const Input& in = inputs[i];
+      const int64_t K = in.channels, rows = aligned(M);
+      steps.push_back(
+          product_of(in.d, in.W_t, in.d_x, M, K, stride, {0, dense(in.W_t_stride, K), 0}));
+      const Memory<T> x_t = any(K * rows);
+      by_products.push_back({"", 2 * in.read() + kFirstLaunch, [=, *this] {
+                               product::launch_transpose<T>({in.x, M, K, in.stride},
+                                                            {x_t, K, rows, rows}, caller_.stream);
+                             }});
+      if constexpr (kHalves) {
+        const product::RowStrides strides{dense(rows, M), stride, 0};
+        by_products.push_back(product_of(x_t, in.d, d_W[i], K, H, M, strides));
+        if (!value) {
+          by_products.push_back(product_of(x_t, behind(in.d, pitch), d_W[1], K, H, M, strides));
+        }
+        from_slices.push_back(weights_from_slices(in, d_W[i], d_W[1]));
+      } else {
+        const Memory<float> both = any(K * stride);
+        by_products.push_back(product_of(x_t, in.d, both, K, stride, M, {}));
+        by_products.push_back({"",
+                               kFirstLaunch + 8 * static_cast<double>(K * stride) / memory_rate(),
+                               [=, *this] { add_weights(both.data(), 1, K, d_W[i], d_W[1]); }});
+      }
+    }
+    const char* const by_products_name = value     ? "six products and their gates between them"
+                                         : kHalves ? "five products and their gates between them"
+                                                   : "four products and their gates between them";
+    offer(Weights::by_products, by_products_name, steps, by_products);
+    // Pieces of 16 bytes have to end where rows end.
+    const bool in_pieces =
+        std::ranges::all_of(inputs, [](const Input& in) { return in.channels % 8 == 0; });
+    if (kHalves && in_pieces) {
+      offer(Weights::from_slices,
+            value ? "four products and their gates, weights from slices of the rows"
+                  : "three products and their gates, weights from slices of the rows",
+            steps, from_slices);
     }
   }
 
@@ -174,28 +218,51 @@ class GatedLayerBackward {
   /// is dense, as FK_FLOAT32's products want it.
   static constexpr int64_t kAligned = kHalves ? 8 : 1;
 
-  static int64_t aligned(int64_t count) { return (count + kAligned - 1) / kAligned * kAligned; }
-  static int64_t dense(int64_t stride, int64_t cols) { return stride == cols ? 0 : stride; }
-  int64_t x_stride() const { return of_.x_stride != 0 ? of_.x_stride : K; }
-  double read_x() const { return static_cast<double>(M * K) * sizeof(T) / memory_rate(); }
-  /// The right half of rows with two.
-  Memory<T> second(const Memory<T>& half_of) const {
-    return Memory<T>([half_of, by = pitch] { return half_of.data() + by; },
-                     half_of.size() - static_cast<size_t>(pitch));
+  /// An input (M, channels), and what belongs to it: d, which is [dS | dV], or one of them; its
+  /// weights transposed; its gradient.
+  struct Input {
+    Memory<T> x;
+    int64_t channels, stride, rows;
+    Memory<T> d, W_t;
+    int64_t W_t_stride;
+    Memory<T> d_x;
+
+    double read() const {  // microseconds
+      return static_cast<double>(rows * channels) * sizeof(T) / memory_rate();
+    }
+  };
+  Input input(const Memory<T>& x, int64_t channels, int64_t row_stride, const Memory<T>& d,
+              const Memory<T>& d_x) const {
+    const int64_t W_t_stride = aligned(channels);
+    return {x,          channels, row_stride != 0 ? row_stride : channels,
+            M,          d,        any(stride * W_t_stride),
+            W_t_stride, d_x};
   }
 
-  /// From s and v to [dS | dV], and what the next product takes of the weights.
-  Way gates(const Memory<T>& s, const Memory<T>& v, const Memory<T>& sums, const Memory<T>& W_t,
-            int64_t channels) const {
+  Memory<T> any(int64_t count) const {
+    return caller_.workspace.template any<T>(static_cast<size_t>(count));
+  }
+  static int64_t aligned(int64_t count) { return (count + kAligned - 1) / kAligned * kAligned; }
+  static int64_t dense(int64_t stride, int64_t cols) { return stride == cols ? 0 : stride; }
+  /// What lies so many elements further on.
+  static Memory<T> behind(const Memory<T>& of, int64_t by) {
+    return Memory<T>([of, by] { return of.data() + by; }, of.size() - static_cast<size_t>(by));
+  }
+
+  /// From s and v to dS and dV, and what the next products take of the weights.
+  Way gates(const Memory<T>& s, const Memory<T>& v, const Memory<T>& d_s, const Memory<T>& d_v,
+            const Input& x, const Input& y, const Memory<T>& W2_t) const {
     const GateSlices slices(M, pitch);
     const auto partials =
-        caller_.workspace.any<float>(slices.count * static_cast<size_t>(2 * pitch));
+        caller_.workspace.template any<float>(slices.count * static_cast<size_t>(2 * pitch));
     const auto launch = [=, *this] {
       const cudaStream_t stream = caller_.stream;
       const GateGradients<T> in{s,
                                 v,
-                                kHalves ? 2 * pitch : H,
-                                sums,
+                                kHalves ? stride : H,
+                                d_s,
+                                d_v,
+                                stride,
                                 of_.b1,
                                 of_.b2,
                                 d_.d_out,
@@ -205,52 +272,56 @@ class GatedLayerBackward {
                                 static_cast<int>(H),
                                 static_cast<int>(pitch),
                                 of_.gate,
+                                gated_values_,
                                 partials};
-      gate_gradients<T><<<slices.blocks(), dim3(kGateCols / 2, kGateRows), 0, stream>>>(in);
+      const dim3 threads(kGateCols / 2, kGateRows);
+      if (stride == pitch) {
+        gate_gradients<T, true><<<slices.blocks(), threads, 0, stream>>>(in);
+      } else {
+        gate_gradients<T, false><<<slices.blocks(), threads, 0, stream>>>(in);
+      }
       add_bias_gradients<T><<<dim3(primitives::blocks_for(H, 128), 2), 128, 0, stream>>>(
           partials.data(), static_cast<int>(slices.count), static_cast<int>(pitch),
           static_cast<int>(H), d_.d_b1.data(), d_.d_b2.data());
       using Factor = product::Strided<const T>;
-      product::launch_transpose<T>(Factor{of_.W1, K, H, H}, {W_t, pitch, channels, channels},
-                                   stream);
-      product::launch_transpose<T>(Factor{of_.W2, K, H, H},
-                                   {W_t.data() + pitch * channels, pitch, channels, channels},
-                                   stream);
+      const auto transpose = [&](const Memory<T>& W, const Input& of, const Memory<T>& to) {
+        product::launch_transpose<T>(Factor{W, of.channels, H, H},
+                                     {to, pitch, of.W_t_stride, of.W_t_stride}, stream);
+      };
+      transpose(of_.W1, x, x.W_t);
+      transpose(of_.W2, y, W2_t);
     };
     return {"", 2 * kFirstLaunch + static_cast<double>(M * pitch) * 5 * sizeof(T) / memory_rate(),
             launch};
   }
 
-  /// dW1 and dW2 by one kernel, which reads x and [dS | dV] once.
-  Way weights_from_slices(const Memory<T>& sums) const {
-    const WeightPlan plan(M, K, 2 * pitch);
+  /// dW1 and dW2 by one kernel, which reads x and [dS | dV] once; or one of them.
+  Way weights_from_slices(const Input& of, const Memory<T>& d_W1, const Memory<T>& d_W2) const {
+    const int64_t K = of.channels;
+    const WeightPlan plan(M, K, stride);
     const auto of_slices =
-        caller_.workspace.any<float>(plan.slices * static_cast<size_t>(K * 2 * pitch));
+        caller_.workspace.template any<float>(plan.slices * static_cast<size_t>(K * stride));
     // mma.sync reaches about 3e8 operations in a microsecond.
-    const double operations = 4.0 * static_cast<double>(K) * static_cast<double>(pitch * M);
-    const double once = static_cast<double>(plan.slices) * static_cast<double>(K * pitch) * 16;
+    const double operations = 2.0 * static_cast<double>(K) * static_cast<double>(stride * M);
+    const double once = static_cast<double>(plan.slices) * static_cast<double>(K * stride) * 8;
     const auto launch = [=, *this] {
-      const WeightProduct<T> in{of_.x,
-                                sums,
-                                x_stride(),
-                                M,
-                                plan.slice,
-                                static_cast<int>(K),
-                                static_cast<int>(2 * pitch),
-                                of_slices};
+      const WeightProduct<T> in{
+          of.x,     of.d, of.stride, M, plan.slice, static_cast<int>(K), static_cast<int>(stride),
+          of_slices};
       primitives::allow_shared_bytes(weight_product<T>, WeightTile::kSharedBytes);
       weight_product<T><<<dim3(plan.tiles, plan.slices), WeightTile::kThreads,
                           WeightTile::kSharedBytes, caller_.stream>>>(in);
-      add_weights(of_slices.data(), static_cast<int>(plan.slices));
+      add_weights(of_slices.data(), static_cast<int>(plan.slices), K, d_W1, d_W2);
     };
-    return {"", 2 * kFirstLaunch + std::max(operations / 3e8, read_x()) + once / memory_rate(),
+    return {"", 2 * kFirstLaunch + std::max(operations / 3e8, of.read()) + once / memory_rate(),
             launch, WeightTile::kSharedBytes};
   }
-  void add_weights(const float* partials, int slices) const {
-    add_weight_gradients<T>
-        <<<primitives::blocks_for(K * 2 * pitch, kAddingCols), dim3(kAddingCols, kAddingRows), 0,
-           caller_.stream>>>(partials, slices, static_cast<int>(K), static_cast<int>(pitch),
-                             static_cast<int>(H), d_.d_W1.data(), d_.d_W2.data());
+  void add_weights(const float* partials, int slices, int64_t channels, const Memory<T>& d_W1,
+                   const Memory<T>& d_W2) const {
+    add_weight_gradients<T><<<primitives::blocks_for(channels * stride, kAddingCols),
+                              dim3(kAddingCols, kAddingRows), 0, caller_.stream>>>(
+        partials, slices, static_cast<int>(channels), static_cast<int>(stride),
+        static_cast<int>(pitch), static_cast<int>(H), d_W1.data(), d_W2.data());
   }
 
   void offer(Weights weights, const char* name, std::vector<Way> steps,
@@ -263,8 +334,10 @@ class GatedLayerBackward {
   Caller caller_;
   GatingMemory<T> of_;
   GatingGradients<T> d_;
-  int64_t M, K, H;
+  bool gated_values_;
+  int64_t M, H;
   int64_t pitch = (H + 7) / 8 * 8;  ///< columns of dS, and of dV
+  int64_t stride;                   ///< from a row of dS or dV to the next: of both, or of one
   std::vector<Way> ways_;
 };
 

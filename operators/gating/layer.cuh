@@ -119,6 +119,19 @@ struct StoreGated {
 #pragma unroll
       for (int j = 0; j < 8; ++j) b1[j] = b2[j] = {};
     }
+    /// Of those 64 columns makes the values what the gate makes of them, with their biases.
+    template <int kAll>
+    __device__ __forceinline__ void gate_values(Gate gate, Sum<kAll>& sum, int first) {
+      with_gate(gate, [&]<Gate kGate>() {
+#pragma unroll
+        for (int i = 0; i < 32; ++i) {
+          float& value = sum.elements[kAll / 4 + first / 2 + i];
+          value = gate_of<kGate>(value + (i % 2 == 0 ? b2[i / 4].x : b2[i / 4].y));
+        }
+      });
+#pragma unroll
+      for (int j = 0; j < 8; ++j) b2[j] = {};
+    }
     /// Puts the results of 64 columns, from `first` on, into a box.
     template <int kAll>
     __device__ void store(const Sum<kAll>& sum, int first, Box<T, 64>& to) const {

@@ -39,12 +39,14 @@ __device__ __forceinline__ void make_sigmoids(Gate gate, float (&sum)[kRows16][k
   });
 }
 
-/// The epilogue of a product by both weights.
-template <typename T>
+/// The epilogue of a product by both weights. kTwo: of two products, whose values may have the
+/// gate's function, too.
+template <typename T, bool kTwo = false>
 struct MmaGate {
   MmaResults<T> results;
   const T *b1, *b2;
   Gate gate;
+  bool gated_values = false;
 
   template <int kRows16, int kCols8>
   __device__ __forceinline__ void operator()(float (&sum)[kRows16][kCols8][4], T* staging, int row,
@@ -53,8 +55,11 @@ struct MmaGate {
     float2 gate_bias[kOwn] = {}, value_bias[kOwn] = {};
     if (b1 != nullptr) load(gate_bias, b1, col);
     if (b2 != nullptr) load(value_bias, b2, col);
-    if (gate != Gate::sigmoid) {
+    if (gate != Gate::sigmoid || (kTwo && gated_values)) {
       add_biases(sum, gate_bias, value_bias);
+      if constexpr (kTwo) {
+        if (gated_values) gate_values(sum);
+      }
       make_sigmoids(gate, sum);
     }
     results.template store<16 * kRows16, 8 * kOwn>(staging, row, col, [&](int i, int j) {
@@ -75,6 +80,19 @@ struct MmaGate {
       to[j] = make_float2(static_cast<float>(from[min(at, last)]),
                           static_cast<float>(from[min(at + 1, last)]));
     }
+  }
+  template <int kRows16, int kCols8>
+  __device__ __forceinline__ void gate_values(float (&sum)[kRows16][kCols8][4]) const {
+    with_gate(gate, [&]<Gate kGate>() {
+#pragma unroll
+      for (int i = 0; i < kRows16; ++i) {
+#pragma unroll
+        for (int j = kCols8 / 2; j < kCols8; ++j) {
+#pragma unroll
+          for (float& value : sum[i][j]) value = gate_of<kGate>(value);
+        }
+      }
+    });
   }
   /// Adds the biases, of which nothing is left then.
   template <int kRows16, int kOwn>

@@ -124,6 +124,14 @@ struct GatingMemory {
   }
 };
 
+/// The input y of values, where it is not that of gates (two_inputs.cuh).
+template <typename T>
+struct ValueInput {
+  Memory<T> y;
+  int64_t channels, stride;  ///< of a row, and from a row to the next; stride 0: dense
+  bool gated;                ///< values have the gate's function, too
+};
+
 /// The ways to compute the layer with weights that stay: each plan with one block for all columns,
 /// and with several side by side. None if the weights do not fit, or the rows are no multiple of 8.
 template <typename T>

@@ -26,6 +26,14 @@ __device__ inline float gated(float gate, float value) {
   return value * reciprocal_approximate(1 + exp2_approximate(-1.44269504f * gate));
 }
 
+/// What kGate makes of a value.
+template <Gate kGate>
+__device__ __forceinline__ float gate_of(float value) {
+  float factor = 1;
+  make_sigmoid<kGate>(value, factor);
+  return gated(value, factor);
+}
+
 /// What a kernel reads and writes: x (M, K), W1 and W2 (K, H), b1 and b2 (H) or nullptr, and out
 /// (M, H). T: half or __nv_bfloat16.
 template <typename T>

@@ -5,6 +5,7 @@
 
 #include <algorithm>
 #include <functional>
+#include <optional>
 #include <string>
 #include <vector>
 
@@ -56,6 +57,7 @@ struct GatesToApply {
   int64_t out_stride, rows, slice;  ///< rows of a block
   int hidden;
   Gate gate;
+  bool gated_values;  ///< v + b2 has the gate's function, too
 };
 
 /// out = gate(s + b1) * (v + b2). A block has 64 columns of its slice, and a thread one of them in
@@ -68,8 +70,9 @@ __global__ void __launch_bounds__(kGateCols / 2 * kGateRows) apply_gates(const G
   with_gate(in.gate, [&]<Gate kGate>() {
     for (int64_t row = first + threadIdx.y; row < end; row += blockDim.y) {
       const int64_t at = row * in.hidden + col;
-      in.out[row * in.out_stride + col] =
-          gate_at<float, kGate>(in.s[at] + b1).value * (in.v[at] + b2);
+      const float v = in.v[at] + b2;
+      in.out[row * in.out_stride + col] = gate_at<float, kGate>(in.s[at] + b1).value *
+                                          (in.gated_values ? gate_at<float, kGate>(v).value : v);
     }
   });
 }
@@ -77,23 +80,33 @@ __global__ void __launch_bounds__(kGateCols / 2 * kGateRows) apply_gates(const G
 /// The layer's one way, or none where a product has none. Rows of x are as far apart as `multiply`
 /// can read them.
 inline std::vector<Way> unfused_layer(const Caller& caller, const GatingMemory<float>& of,
-                                      const GatingShape& shape,
-                                      const ProductWays<float>& multiply) {
+                                      const GatingShape& shape, const ProductWays<float>& multiply,
+                                      const std::optional<ValueInput<float>>& value = {}) {
   const auto count = static_cast<size_t>(shape.rows * shape.hidden);
   const auto s = caller.workspace.any<float>(count), v = caller.workspace.any<float>(count);
-  const product::ProductShape sizes{static_cast<int>(shape.rows), static_cast<int>(shape.hidden),
-                                    static_cast<int>(shape.channels)};
-  const product::RowStrides strides{of.x_stride, 0, 0};
-  const Way gates = best_product(caller, multiply, of.x, of.W1, s, sizes, strides);
-  const Way values = best_product(caller, multiply, of.x, of.W2, v, sizes, strides);
+  const auto product_of = [&](const Memory<float>& left, int64_t depth, int64_t stride,
+                              const Memory<float>& weights, const Memory<float>& sums) {
+    const product::ProductShape sizes{static_cast<int>(shape.rows), static_cast<int>(shape.hidden),
+                                      static_cast<int>(depth)};
+    return best_product(caller, multiply, left, weights, sums, sizes, {stride, 0, 0});
+  };
+  const Way gates = product_of(of.x, shape.channels, of.x_stride, of.W1, s);
+  const Way values = value ? product_of(value->y, value->channels, value->stride, of.W2, v)
+                           : product_of(of.x, shape.channels, of.x_stride, of.W2, v);
   if (!gates.launch || !values.launch) return {};
   const auto apply = [=, stream = caller.stream] {
     const GateSlices slices(shape.rows, shape.hidden);
-    const GatesToApply in{
-        s,          v,           of.b1,
-        of.b2,      of.out,      of.out_stride != 0 ? of.out_stride : shape.hidden,
-        shape.rows, slices.rows, static_cast<int>(shape.hidden),
-        of.gate};
+    const GatesToApply in{s,
+                          v,
+                          of.b1,
+                          of.b2,
+                          of.out,
+                          of.out_stride != 0 ? of.out_stride : shape.hidden,
+                          shape.rows,
+                          slices.rows,
+                          static_cast<int>(shape.hidden),
+                          of.gate,
+                          value && value->gated};
     apply_gates<<<slices.blocks(), dim3(kGateCols, kGateRows / 2), 0, stream>>>(in);
   };
   const double moving = kFirstLaunch + 12 * static_cast<double>(count) / memory_rate();

@@ -94,15 +94,16 @@ __global__ void __launch_bounds__(WeightTile::kThreads, 2)
 
 inline constexpr int kAddingCols = 32, kAddingRows = 8;  ///< threads of a block
 
-/// dW1 and dW2 (channels, hidden) from the partial sums of x^T [dS | dV], whose halves have
-/// half_cols columns. A thread adds up every kAddingRows-th slice of an element, and one thread
-/// what these have found: always in the same order.
+/// dW1 and dW2 (channels, hidden) from the partial sums of x^T [dS | dV] (channels, cols), whose
+/// halves have half_cols columns; or dW1 from those of x^T dS alone. A thread adds up every
+/// kAddingRows-th slice of an element, and one thread what these have found: always in the same
+/// order.
 template <typename T>
 __global__ void __launch_bounds__(kAddingCols* kAddingRows)
-    add_weight_gradients(const float* partials, int slices, int channels, int half_cols, int hidden,
-                         T* d_W1, T* d_W2) {
+    add_weight_gradients(const float* partials, int slices, int channels, int cols, int half_cols,
+                         int hidden, T* d_W1, T* d_W2) {
   __shared__ float found[kAddingRows][kAddingCols];
-  const int64_t all = int64_t{channels} * 2 * half_cols;
+  const int64_t all = int64_t{channels} * cols;
   const int64_t at = int64_t{blockIdx.x} * kAddingCols + threadIdx.x;
   float sum = 0;
   if (at < all) {
@@ -115,8 +116,8 @@ __global__ void __launch_bounds__(kAddingCols* kAddingRows)
   __syncthreads();
   if (threadIdx.y > 0 || at >= all) return;
   for (int i = 1; i < kAddingRows; ++i) sum += found[i][threadIdx.x];
-  const int64_t channel = at / (2 * half_cols);
-  const int col = static_cast<int>(at % (2 * half_cols));
+  const int64_t channel = at / cols;
+  const int col = static_cast<int>(at % cols);
   T* const to = col < half_cols ? d_W1 : d_W2;
   const int own = col < half_cols ? col : col - half_cols;
   if (own < hidden) to[channel * hidden + own] = static_cast<T>(sum);

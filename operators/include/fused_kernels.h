@@ -111,7 +111,7 @@ typedef struct fk_product {
   int type;    /* FK_FLOAT16, FK_BFLOAT16, FK_FLOAT32, FK_TF32 or FK_TF32X3 */
   int64_t rows, cols, depth;
   int64_t a_stride, b_stride,
-      c_stride;                 /* from a row to the next; 0: dense, as FK_FLOAT32 has to be */
+      c_stride;                 /* from a row to the next; 0: dense */
   int transpose_a, transpose_b; /* 1: memory has the factor's transpose; 0: the factor */
   int64_t batch;                /* how many products; 0: one */
   int64_t a_batch_stride, b_batch_stride,
@@ -129,7 +129,8 @@ FK_API int fk_product_workspace(const fk_product* product, size_t* bytes);
  * 2^24; batch is at most 2^20. With a batch of one its strides are not looked at. Else each is at
  * most 2^40, and a multiple of 16 bytes or, where rows are dense, of the rows' length; matrices of
  * c may lie one after another, or side by side, but not overlap. A factor that is transposed is
- * copied into the workspace first, unless the way says otherwise. Type: that of the description for
+ * copied into the workspace first, unless the way says otherwise; of FK_FLOAT32 so is one whose rows
+ * are not dense, and such a result comes from there. Type: that of the description for
  * all three; added up in fp32. The last three types are fp32 in memory. FK_FLOAT32 is multiplied in
  * fp32. FK_TF32 is multiplied on tensor cores, which get the elements of a and b rounded to TF32:
  * 11 bits instead of 24, of which the first is a 1 that is not stored. FK_TF32X3 gives them each
@@ -189,6 +190,9 @@ typedef struct fk_gating {
   int64_t rows, inputs, hidden;
   int64_t x_stride, out_stride; /* from a row to the next; 0: dense */
   int gate;                     /* one of fk_gate; 0: a sigmoid */
+  /* Of fk_gating_two_forward() and its gradients alone; for others all three are 0. */
+  int64_t value_inputs, value_stride; /* of y, as inputs and x_stride of x; 0: inputs; dense */
+  int gated_values; /* 1: values have the gate's function, too; 0: they have not */
 } fk_gating;
 
 /* How many bytes of workspace fk_gating_forward() needs on the current device.
@@ -204,13 +208,26 @@ FK_API int fk_gating_workspace(const fk_gating* gating, size_t* bytes);
  * which rounds only out: what it has for the gate is off by some roundings of fp32, for
  * FK_GATE_GELU by 2^-17 of the gate and 2^-28. There s * v may not be beyond fp32's range, unless
  * the gate is a sigmoid. The other types are not fused: s and v are two products of
- * fk_product_forward(), which says what these are off by, and a kernel makes out of them; of
- * FK_FLOAT32 rows of x are dense. Alignment: each pointer to 16 bytes. Written: out, which must not
- * overlap an operand. Device: compute capability 8.0 and newer; for FK_FLOAT32 any that the library
- * is built for. */
+ * fk_product_forward(), which says what these are off by, and a kernel makes out of them.
+ * Alignment: each pointer to 16 bytes. Written: out, which must not overlap an operand. Device:
+ * compute capability 8.0 and newer; for FK_FLOAT32 any that the library is built for. */
 FK_API int fk_gating_forward(const fk_gating* gating, const void* x, const void* w1, const void* w2,
                              const void* b1, const void* b2, void* out, void* workspace,
                              size_t workspace_bytes, struct CUstream_st* stream);
+
+/* How many bytes of workspace fk_gating_two_forward() needs on the current device.
+ * Written: bytes. Errors: as fk_gating_two_forward(), without those of operands. */
+FK_API int fk_gating_two_workspace(const fk_gating* gating, size_t* bytes);
+
+/* The same of two inputs: out = gate(s) * v, or gate(s) * gate(v) if gated_values is 1, with s = x
+ * w1 + b1 and v = y w2 + b2. Shapes: x (rows, inputs), w1 (inputs, hidden), y (rows, value_inputs),
+ * w2 (value_inputs, hidden); where value_inputs is 0, y has as many columns as x. inputs and
+ * value_inputs together are at most 2^30. In FK_FLOAT16 and FK_BFLOAT16 one kernel computes both
+ * products. All else: as fk_gating_forward(). */
+FK_API int fk_gating_two_forward(const fk_gating* gating, const void* x, const void* y,
+                                 const void* w1, const void* w2, const void* b1, const void* b2,
+                                 void* out, void* workspace, size_t workspace_bytes,
+                                 struct CUstream_st* stream);
 
 /* How many elements neighbours of three dimensions are apart. All three 0: dense. */
 typedef struct fk_strides {
@@ -592,6 +609,21 @@ FK_API int fk_gating_backward(const fk_gating* gating, const void* d_out, const 
                               void* d_x, void* d_w1, void* d_w2, void* d_b1, void* d_b2,
                               void* workspace, size_t workspace_bytes, struct CUstream_st* stream);
 
+/* How many bytes of workspace fk_gating_two_backward() needs on the current device.
+ * Written: bytes. Errors: as fk_gating_two_backward(), without those of operands. */
+FK_API int fk_gating_two_backward_workspace(const fk_gating* gating, size_t* bytes);
+
+/* The gradients of fk_gating_two_forward(). With d_s and d_v as fk_gating_backward() has them, or,
+ * if gated_values is 1, d_s = d_out * gate(v) * gate'(s) and d_v = d_out * gate(s) * gate'(v): d_x
+ * = d_s w1^T, d_y = d_v w2^T, d_w1 = x^T d_s, d_w2 = y^T d_v. Shapes: each gradient that of what it
+ * is the gradient of; of value_inputs what is said of inputs there. All else: as
+ * fk_gating_backward(), of both inputs. Written: d_x, d_y, d_w1, d_w2, d_b1 and d_b2. */
+FK_API int fk_gating_two_backward(const fk_gating* gating, const void* d_out, const void* x,
+                                  const void* y, const void* w1, const void* w2, const void* b1,
+                                  const void* b2, void* d_x, void* d_y, void* d_w1, void* d_w2,
+                                  void* d_b1, void* d_b2, void* workspace, size_t workspace_bytes,
+                                  struct CUstream_st* stream);
+
 /* How many bytes of workspace fk_softmax_backward() needs on the current device.
  * Written: bytes. Errors: as fk_softmax_backward(), without those of operands. */
 FK_API int fk_softmax_backward_workspace(const fk_softmax* softmax, size_t* bytes);
@@ -669,7 +701,9 @@ enum fk_function {
   FK_DIFFUSION_RAGGED_FORWARD = 21,
   FK_DIFFUSION_RAGGED_BACKWARD = 22,
   FK_GRADIENTS_RAGGED_FORWARD = 23,
-  FK_GRADIENTS_RAGGED_BACKWARD = 24
+  FK_GRADIENTS_RAGGED_BACKWARD = 24,
+  FK_GATING_TWO_FORWARD = 25,
+  FK_GATING_TWO_BACKWARD = 26
 };
 
 /* A plan that the caller owns, for programs that want to say when something is planned, and how

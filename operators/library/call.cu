@@ -275,8 +275,10 @@ constexpr const Function* kFunctions[] = {&product_forward,
                                           &diffusion_ragged_forward,
                                           &diffusion_ragged_backward,
                                           &gradients_ragged_forward,
-                                          &gradients_ragged_backward};
-static_assert(std::size(kFunctions) == FK_GRADIENTS_RAGGED_BACKWARD);
+                                          &gradients_ragged_backward,
+                                          &gating_two_forward,
+                                          &gating_two_backward};
+static_assert(std::size(kFunctions) == FK_GATING_TWO_BACKWARD);
 
 const Function& with_number(int number) {
   if (number >= 1 && number <= static_cast<int>(std::size(kFunctions))) {

@@ -30,9 +30,6 @@ bool is_half(const fk_product& product) {
 }
 size_t element_bytes(const fk_product& product) { return is_half(product) ? 2 : 4; }
 
-/// Whether the products of the type take dense rows alone.
-bool takes_dense_rows(const fk_product& product) { return is_fp32(product); }
-
 int64_t batch_of(const fk_product& product) { return product.batch == 0 ? 1 : product.batch; }
 
 /// One of the three kinds of matrices, (rows, cols) as they lie in memory.
@@ -82,9 +79,6 @@ Lying c_of(const fk_product& product) {
 void check_matrix(const fk_product& product, const Lying& of) {
   check_stride(of.stride_name, of.stride, of.cols, element_bytes(product));
   const int64_t stride = or_dense(of.stride, of.cols), between = of.batch_stride;
-  if (takes_dense_rows(product) && stride != of.cols) {
-    refuse(FK_BAD_SHAPE, of.stride_name, of.stride, "rows of FK_FLOAT32 have to be dense");
-  }
   if (between < 0 || between > int64_t{1} << 40) {
     refuse(FK_BAD_SHAPE, of.batch_stride_name, between, "it has to be from 0 to 2^40");
   }
@@ -132,6 +126,44 @@ void check_backward(const fk_product& product) {
                {"depth", product.depth, std::min<int64_t>(most, 1 << 26)}});
 }
 
+/// In FK_FLOAT32. Its kernels read and write dense rows: a matrix whose rows are apart is copied
+/// before, or after.
+std::vector<operators::Way> fp32_ways(const Caller& caller, const Memory<float>& a,
+                                      const Memory<float>& b, const Memory<float>& c,
+                                      ProductShape shape, RowStrides strides) {
+  using Rows = RowsOf<float>;
+  std::vector<std::function<void()>> before, after;
+  double bytes = 0;
+  const auto dense = [&](const Memory<float>& of, int64_t rows, int64_t cols, int64_t stride,
+                         bool is_result) {
+    if (stride == 0 || stride == cols) return of;
+    const Memory<float> copy = caller.workspace.any<float>(static_cast<size_t>(rows * cols));
+    (is_result ? after : before).push_back([=, stream = caller.stream] {
+      const Rows apart{of, 1, rows, cols, stride, 0}, together{copy, 1, rows, cols, cols, 0};
+      const Rows &from = is_result ? together : apart, &to = is_result ? apart : together;
+      launch_copy_rows<float>({from.data, 1, rows, cols, from.stride, 0}, to, stream);
+    });
+    bytes += 8 * static_cast<double>(rows * cols);
+    return copy;
+  };
+  const Memory<float> own_a = dense(a, shape.rows, shape.depth, strides.a, false),
+                      own_b = dense(b, shape.depth, shape.cols, strides.b, false),
+                      own_c = dense(c, shape.rows, shape.cols, strides.c, true);
+  std::vector<operators::Way> ways = Fp32Product(caller, own_a, own_b, own_c, shape).ways();
+  if (before.empty() && after.empty()) return ways;
+  const auto copies = static_cast<double>(before.size() + after.size());
+  for (operators::Way& way : ways) {
+    way.name += "; rows copied";
+    way.microseconds += copies * operators::kNextLaunch + bytes / operators::memory_rate();
+    way.launch = [before, after, multiply = std::move(way.launch)] {
+      for (const auto& copy : before) copy();
+      multiply();
+      for (const auto& copy : after) copy();
+    };
+  }
+  return ways;
+}
+
 /// What multiplies in the description's type. Of a factor that lies transposed Hopper needs no copy
 /// in the types of 2 bytes.
 template <typename T>
@@ -147,10 +179,10 @@ Multiplies<T> multiplies_of(const fk_product& product) {
             } else if (type == FK_TF32X3) {
               return Tf32Product<Math::split>(caller, a, b, c, shape, strides).ways();
             } else {
-              return Fp32Product(caller, a, b, c, shape).ways();
+              return fp32_ways(caller, a, b, c, shape, strides);
             }
           },
-      .dense_rows = takes_dense_rows(product),
+      .dense_rows = is_fp32(product),
       .as_they_lie = {},
       .at_once =
           [type = product.type](const Caller& caller, const Matrices<T>& a, const Matrices<T>& b,
@@ -260,7 +292,7 @@ std::vector<operators::Way> gradients_of(const fk_product& product, const operat
   const operators::Way of_b = tb ? best(transposed(d_c), a, d_b) : best(transposed(a), d_c, d_b);
   if (!of_a.launch || !of_b.launch) return {};
   const Memory<float> sums =
-      caller.workspace.any<float>(floats_to_sum_rows(batch * product.rows, product.cols));
+      caller.workspace.any<float>(floats_to_sum_rows<T>(batch * product.rows, product.cols));
   const auto launch = [=, stream = caller.stream] {
     if (at.at<T>(3) != nullptr) of_a.launch();
     if (at.at<T>(4) != nullptr) of_b.launch();
@@ -367,12 +399,10 @@ std::vector<operators::Way> operators::library::product_steps(
   return half_product_steps<__nv_bfloat16>(caller, a, b, c, shape, strides);
 }
 
-std::vector<operators::Way> operators::library::fp32_product_ways(const Caller& caller,
-                                                                  const Memory<float>& a,
-                                                                  const Memory<float>& b,
-                                                                  const Memory<float>& c,
-                                                                  ProductShape shape, RowStrides) {
-  return Fp32Product(caller, a, b, c, shape).ways();
+std::vector<operators::Way> operators::library::fp32_product_ways(
+    const Caller& caller, const Memory<float>& a, const Memory<float>& b, const Memory<float>& c,
+    ProductShape shape, RowStrides strides) {
+  return fp32_ways(caller, a, b, c, shape, strides);
 }
 
 const Function operators::library::product_forward =

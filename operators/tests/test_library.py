@@ -390,7 +390,7 @@ GATED_FP32 = [
     *((Gated, dict(rows=rows, inputs=inputs, hidden=hidden, gate=1, type=kind, biases=(), exact=False))
       for kind in (FLOAT32, TF32, TF32X3) for rows, inputs, hidden in ((1, 1, 1), (33, 65, 130))),
     *((Gated, dict(rows=21, inputs=13, hidden=70, x_stride=16, out_stride=76, type=kind)) for kind in (TF32, TF32X3)),
-    (Gated, dict(rows=21, inputs=13, hidden=70, out_stride=76, type=FLOAT32)),
+    (Gated, dict(rows=21, inputs=13, hidden=70, x_stride=16, out_stride=76, type=FLOAT32)),
 ]
 CALLS = [
     *GATED_FP32,
@@ -405,8 +405,9 @@ CALLS = [
       for kind in (FLOAT16, BFLOAT16, FLOAT32)
       for rows, cols, depth in ((70, 40, 24), (1, 1, 1), (65, 9, 7), (33, 130, 65))),
     *((Product, dict(rows=21, cols=70, depth=13, type=kind, a_stride=16, b_stride=88, c_stride=80))
-      for kind in (FLOAT16, BFLOAT16)),
-    (Product, dict(rows=40, cols=150, depth=100, c_stride=160)),
+      for kind in (FLOAT16, BFLOAT16, FLOAT32)),
+    *((Product, dict([(stride, 160)], rows=40, cols=150, depth=100, type=kind))
+      for kind in (FLOAT16, FLOAT32) for stride in ("a_stride", "b_stride", "c_stride")),
     (Product, dict(rows=33, cols=130, depth=65, type=FLOAT32, exact=False)),
     *BY_TENSOR_CORES,
     *((Attention, dict(type=kind)) for kind in (FLOAT16, BFLOAT16)),
@@ -765,8 +766,10 @@ WRONG = {
         (dict(x_stride=26), BAD_ALIGNMENT), (dict(out_stride=41), BAD_ALIGNMENT), (dict(out_stride=32), BAD_SHAPE),
         *((dict(type=value), BAD_ARGUMENT) for value in (0, 6, 77)),
         *((dict(gate=value), BAD_ARGUMENT) for value in (-1, 6, 1 << 30)),
-        (dict(type=FLOAT32, x_stride=32), BAD_SHAPE), (dict(type=FLOAT32, inputs=1 << 25), BAD_SHAPE),
+        (dict(type=FLOAT32, x_stride=26), BAD_ALIGNMENT), (dict(type=FLOAT32, inputs=1 << 25), BAD_SHAPE),
         (dict(type=TF32, x_stride=26), BAD_ALIGNMENT),
+        *((dict([(field, value)]), BAD_ARGUMENT) for field in ("value_inputs", "value_stride", "gated_values")
+          for value in (-1, 1, 24)),
     ],
     Product: [
         *((dict(rows=value), BAD_SHAPE) for value in (0, -1, (1 << 30) + 1, 1 << 40)),
@@ -775,7 +778,7 @@ WRONG = {
         (dict(a_stride=16), BAD_SHAPE), (dict(b_stride=-8), BAD_SHAPE), (dict(c_stride=42), BAD_ALIGNMENT),
         (dict(type=0), BAD_ARGUMENT), (dict(type=6), BAD_ARGUMENT),
         (dict(type=TF32, a_stride=26), BAD_ALIGNMENT), (dict(type=TF32X3, c_stride=39), BAD_SHAPE),
-        (dict(type=FLOAT32, a_stride=32), BAD_SHAPE), (dict(type=FLOAT32, depth=1 << 25), BAD_SHAPE),
+        (dict(type=FLOAT32, a_stride=26), BAD_ALIGNMENT), (dict(type=FLOAT32, depth=1 << 25), BAD_SHAPE),
     ],
     Attention: [
         *((dict(batch=value), BAD_SHAPE) for value in (0, -1, 1 << 40)),

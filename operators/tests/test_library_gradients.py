@@ -347,7 +347,7 @@ GATED = [
       for kind in (FLOAT16, BFLOAT16, FLOAT32, TF32, TF32X3)),
     *((GatedBackward, dict(rows=21, inputs=13, hidden=70, x_stride=16, out_stride=88, gate=2, type=kind))
       for kind in (BFLOAT16, TF32, TF32X3)),
-    (GatedBackward, dict(rows=21, inputs=13, hidden=70, out_stride=88, gate=3, type=FLOAT32)),
+    (GatedBackward, dict(rows=21, inputs=13, hidden=70, x_stride=16, out_stride=88, gate=3, type=FLOAT32)),
     *((GatedBackward, dict(rows=9, inputs=8, hidden=8, gate=5, biases=biases))
       for biases in ((), ("b1", "d_b2"), ("b2", "d_b1"), ("b1", "b2"), ("d_b1", "d_b2"))),
     *((GatedBackward, dict(rows=1, inputs=1, hidden=1, type=kind)) for kind in (BFLOAT16, FLOAT32, TF32, TF32X3)),
@@ -509,7 +509,7 @@ WRONG = {
         (dict(x_stride=26), BAD_ALIGNMENT), (dict(out_stride=41), BAD_ALIGNMENT), (dict(out_stride=32), BAD_SHAPE),
         *((dict(type=value), BAD_ARGUMENT) for value in (0, 6, 77)),
         *((dict(gate=value), BAD_ARGUMENT) for value in (-1, 6)),
-        (dict(type=FLOAT32, x_stride=32), BAD_SHAPE), (dict(type=FLOAT32, rows=1 << 25), BAD_SHAPE),
+        (dict(type=FLOAT32, x_stride=26), BAD_ALIGNMENT), (dict(type=FLOAT32, rows=1 << 25), BAD_SHAPE),
         (dict(type=FLOAT32, inputs=1 << 25), BAD_SHAPE), (dict(type=TF32, out_stride=41), BAD_ALIGNMENT),
     ],
     **dict.fromkeys((SoftmaxBackward, CrossEntropyBackward), [

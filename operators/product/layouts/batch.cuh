@@ -1,6 +1,9 @@
 // Many small products in one launch: c = a b for each of a batch, by the tiles that compute one
 // product on any GPU (portable/). A block has a tile of one of the products. So the products fill
 // the device together, where one of them would leave most of it idle, and a launch is paid once.
+//
+// In types of 2 bytes factors may lie transposed: tiles are copied as they lie, and ldmatrix
+// transposes a factor on the way to the registers, or leaves that out.
 #pragma once
 
 #include <algorithm>
@@ -47,6 +50,81 @@ __global__ void __launch_bounds__(Tile::kThreads, Tile::kResident)
          col0 + warp % Tile::kWarpsN * Tile::WN);
 }
 
+/// Starts copies of kRows x kCols elements of a matrix in memory, from `from` on, to a swizzled
+/// tile. Of the matrix `rows` rows and `cols` columns exist from there on; the others become zeros.
+template <class Tile, int kRows, int kCols, typename T>
+__device__ __forceinline__ void copy_lying(T* to, const T* from, int64_t stride, int rows,
+                                           int cols) {
+  constexpr int kStep = Tile::kThreads / (kCols / 8);
+  const int row = threadIdx.x / (kCols / 8), col = threadIdx.x % (kCols / 8) * 8;
+  const int bytes = 2 * min(max(cols - col, 0), 8);
+#pragma unroll
+  for (int r = row; r < kRows; r += kStep) {
+    copy_async_part(to + swizzle<kCols>(r, col), from + r * stride + col, r < rows ? bytes : 0);
+  }
+}
+
+/// The same of factors of which at least one lies transposed. A step's tiles lie as their matrices
+/// do: rows of a transposed A's tile are of the depth, and columns of a transposed B's. Products are small: nothing but the next tiles is on its way while a warp loads
+/// fragments and multiplies, since other blocks of the multiprocessor do the same.
+template <class Tile, typename T, bool kTurnedA, bool kTurnedB>
+__global__ void __launch_bounds__(Tile::kThreads, Tile::kResident)
+    turned_batch(const __grid_constant__ MmaFactors<T, 1> of,
+                 const __grid_constant__ MmaResults<T> results, Between between) {
+  constexpr int BM = Tile::BM, BN = Tile::BN, BK = Tile::BK;
+  extern __shared__ __align__(128) char mma_stages[];
+  T* const stages = reinterpret_cast<T*>(mma_stages);
+  const T *const a = of.A + blockIdx.y * between.a, *const b = of.B[0] + blockIdx.y * between.b;
+  MmaStore<T> finish = {results};
+  finish.results.to += blockIdx.y * between.c;
+  const int across = (of.cols + BN - 1) / BN, tile = static_cast<int>(blockIdx.x);
+  const int row0 = tile / across * BM, col0 = tile % across * BN;
+  const int steps = (of.depth + BK - 1) / BK;
+
+  const auto copy = [&](int step) {
+    if (step >= steps) return;
+    T* const to = stages + step % Tile::kStages * Tile::kStage;
+    const int k = step * BK, rows = of.rows - row0, cols = of.cols - col0, depth = of.depth - k;
+    if constexpr (kTurnedA) {
+      copy_lying<Tile, BK, BM>(to, a + k * of.a_stride + row0, of.a_stride, depth, rows);
+    } else {
+      copy_lying<Tile, BM, BK>(to, a + row0 * of.a_stride + k, of.a_stride, rows, depth);
+    }
+    if constexpr (kTurnedB) {
+      copy_lying<Tile, BN, BK>(to + Tile::kTileA, b + col0 * of.b_stride + k, of.b_stride, cols,
+                               depth);
+    } else {
+      copy_lying<Tile, BK, BN>(to + Tile::kTileA, b + k * of.b_stride + col0, of.b_stride, depth,
+                               cols);
+    }
+  };
+  auto ahead = copies_ahead<Tile::kStages>(copy);
+  const int warp = threadIdx.x / 32;
+  const int row = warp / Tile::kWarpsN * Tile::WM, col = warp % Tile::kWarpsN * Tile::WN;
+  Sums<Tile::WM, Tile::WN> sum = {};
+  for (int step = 0; step < steps; ++step) {
+    const T* const tile_a = stages + ahead.next() % Tile::kStages * Tile::kStage;
+    const T* const tile_b = tile_a + Tile::kTileA;
+#pragma unroll
+    for (int k = 0; k < BK; k += 16) {
+      unsigned left[Tile::WM / 16][4], right[Tile::WN / 16][4];
+      if constexpr (kTurnedA) {
+        load_left_transposed<BM>(left, tile_a, row, k);
+      } else {
+        load_left<BK>(left, tile_a, row, k);
+      }
+      if constexpr (kTurnedB) {
+        load_right_transposed<BK>(right, tile_b, k, col);
+      } else {
+        load_right<BN>(right, tile_b, k, col);
+      }
+      add_product<T>(sum, left, right);
+    }
+  }
+  __syncthreads();  // all have read their last tiles
+  finish(sum, stages + warp * Tile::WM * Tile::WN, row0 + row, col0 + col);
+}
+
 /// The same of fp32, in one of the kinds of math.
 template <class Tile>
 __global__ void __launch_bounds__(Tile::kThreads)
@@ -83,12 +161,11 @@ __global__ void __launch_bounds__(Tile::kThreads)
   }
 }
 
-/// An estimate, not fitted to measurements: a multiprocessor does so many multiply-adds in a cycle,
-/// and each tile costs it some cycles more.
+/// An estimate: a multiprocessor does so many multiply-adds in a cycle, and each tile costs it some
+/// cycles more, `ends`. These are fitted to few measurements alone.
 template <typename T, class Tile>
-double microseconds_of_batch(const Matrices<T>& a, const Matrices<T>& b, int64_t batch,
-                             double rate) {
-  constexpr double kEnds = 1000;
+double microseconds_of_batch(const Matrices<T>& a, const Matrices<T>& b, int64_t batch, double rate,
+                             double ends = 1000) {
   const int64_t tiles = primitives::ceil_div(a.rows, int64_t{Tile::BM}) *
                         primitives::ceil_div(b.cols, int64_t{Tile::BN}) * batch;
   const double steps = std::ceil(1.0 * static_cast<double>(a.cols) / Tile::BK);
@@ -98,7 +175,7 @@ double microseconds_of_batch(const Matrices<T>& a, const Matrices<T>& b, int64_t
       static_cast<double>(a.between == 0 ? 1 : batch) * static_cast<double>(a.rows * a.cols) +
       static_cast<double>(b.between == 0 ? 1 : batch) * static_cast<double>(b.rows * b.cols);
   return kFirstLaunch +
-         std::max(rounds * (steps * Tile::BM * Tile::BN * Tile::BK / rate + kEnds) / cycles(),
+         std::max(rounds * (steps * Tile::BM * Tile::BN * Tile::BK / rate + ends) / cycles(),
                   sizeof(T) * elements / memory_rate());
 }
 
@@ -116,13 +193,14 @@ void offer_batch(Ways& ways, const std::string& name, double microseconds, int s
   });
 }
 
-/// The ways to compute a batch in fp16 or bf16; none where rows are not aligned to 16 bytes.
+/// The ways to compute a batch in fp16 or bf16, whose factors may lie transposed; none where rows
+/// are not aligned to 16 bytes.
 template <typename T>
 std::vector<Way> half_batch_ways(const Caller& caller, const Matrices<T>& a, const Matrices<T>& b,
                                  const Matrices<T>& c, int64_t batch) {
   if ((a.stride | b.stride | a.between | b.between) % 8 != 0) return {};
   Ways ways(caller.search);
-  const auto offer = [&]<class Tile>(double rate) {
+  const auto offer = [&]<class Tile, bool kTurnedA, bool kTurnedB>(double rate, double ends) {
     const auto launch = [=, stream = caller.stream](unsigned tiles) {
       const MmaFactors<T, 1> factors{a.data,
                                      {b.data},
@@ -133,16 +211,32 @@ std::vector<Way> half_batch_ways(const Caller& caller, const Matrices<T>& a, con
                                      static_cast<int>(a.cols)};
       const MmaResults<T> results{c.data, c.stride, static_cast<int>(c.rows),
                                   static_cast<int>(c.cols)};
-      allow_shared_bytes(mma_batch<Tile, T>, Tile::kSharedBytes);
-      mma_batch<Tile, T>
-          <<<dim3(tiles, static_cast<unsigned>(batch)), Tile::kThreads, Tile::kSharedBytes,
-             stream>>>(factors, results, Between{a.between, b.between, c.between});
+      const dim3 blocks(tiles, static_cast<unsigned>(batch));
+      const Between between{a.between, b.between, c.between};
+      if constexpr (kTurnedA || kTurnedB) {
+        allow_shared_bytes(turned_batch<Tile, T, kTurnedA, kTurnedB>, Tile::kSharedBytes);
+        turned_batch<Tile, T, kTurnedA, kTurnedB>
+            <<<blocks, Tile::kThreads, Tile::kSharedBytes, stream>>>(factors, results, between);
+      } else {
+        allow_shared_bytes(mma_batch<Tile, T>, Tile::kSharedBytes);
+        mma_batch<Tile, T>
+            <<<blocks, Tile::kThreads, Tile::kSharedBytes, stream>>>(factors, results, between);
+      }
     };
-    offer_batch<Tile>(ways, "mma.sync", microseconds_of_batch<T, Tile>(a, b, batch, rate),
+    offer_batch<Tile>(ways, "mma.sync", microseconds_of_batch<T, Tile>(a, b, batch, rate, ends),
                       Tile::kSharedBytes, c.rows, c.cols, launch);
   };
-  offer.template operator()<MmaTile<128, 128, 32, 2, 2, 3, 2>>(900);
-  offer.template operator()<MmaTile<64, 64, 64, 2, 2, 3, 4>>(550);
+  using Small = MmaTile<64, 64, 64, 2, 2, 3, 4>;
+  if (a.transposed && b.transposed) {
+    offer.template operator()<Small, true, true>(500, 600);
+  } else if (a.transposed) {
+    offer.template operator()<Small, true, false>(500, 600);
+  } else if (b.transposed) {
+    offer.template operator()<Small, false, true>(500, 600);
+  } else {
+    offer.template operator()<MmaTile<128, 128, 32, 2, 2, 3, 2>, false, false>(900, 2500);
+    offer.template operator()<Small, false, false>(550, 600);
+  }
   return ways.found();
 }
 

@@ -50,13 +50,13 @@ struct Multiplies {
   std::function<std::vector<Way>(const Caller&, const Memory<T>&, const Memory<T>&,
                                  const Memory<T>&, ProductShape, RowStrides)>
       one;
-  bool dense_rows;  ///< `one` takes no others
+  bool dense_rows;  ///< `one` copies others
   /// The same where one factor lies transposed. It adds the bias, too, if there is one.
   std::function<std::vector<Way>(const Caller&, const Memory<T>&, const Memory<T>&,
                                  const Memory<T>&, ProductShape, RowStrides, bool a_is_transposed,
                                  const std::optional<Memory<T>>& bias)>
       as_they_lie;
-  /// A batch of products of row-major matrices.
+  /// A batch of products of row-major matrices. In types of 2 bytes factors may lie transposed.
   std::function<std::vector<Way>(const Caller&, const Matrices<T>&, const Matrices<T>&,
                                  const Matrices<T>&, int64_t batch)>
       at_once;
@@ -186,12 +186,15 @@ class LayoutProduct {
                       std::vector<Copy>& copies) const {
     return of.transposed ? copy_of(of, 1, of.between == 0, caller, copies) : of;
   }
-  /// The same for all of a batch; in 2 bytes also where rows are not aligned to 16.
+  /// The same for all of a batch. In 2 bytes a matrix stays as it lies, where its rows in memory
+  /// are aligned to 16.
   Matrices<T> all_in_rows(const Matrices<T>& of, const Caller& caller,
                           std::vector<Copy>& copies) const {
-    const bool aligned = sizeof(T) != 2 || (of.stride | of.between) % 8 == 0;
-    if (aligned && !of.transposed) return of;
+    if (lies_right(of)) return of;
     return copy_of(of, of.between == 0 ? 1 : batch_, true, caller, copies);
+  }
+  static bool lies_right(const Matrices<T>& of) {
+    return sizeof(T) == 2 ? (of.stride | of.between) % 8 == 0 : !of.transposed;
   }
   /// Rows of a copy have whole lines of 128 bytes, unless they have to be dense.
   Matrices<T> copy_of(const Matrices<T>& of, int64_t count, bool once, const Caller& caller,
@@ -216,10 +219,13 @@ class LayoutProduct {
   }
 
   std::string more_words(How how) const {
-    const std::string lies =
-        how == How::as_they_lie ? " as it lies, transposed" : " transposed before";
+    const auto words = [how](const Matrices<T>& of, const char* name) -> std::string {
+      if (!of.transposed) return "";
+      const bool lies = how == How::as_they_lie || (how == How::at_once && lies_right(of));
+      return std::string(name) + (lies ? " as it lies, transposed" : " transposed before");
+    };
     const std::string count = std::to_string(batch_);
-    return (a_.transposed ? "; a" + lies : "") + (b_.transposed ? "; b" + lies : "") +
+    return words(a_, "; a") + words(b_, "; b") +
            (how == How::at_once ? "; " + count + " at once"
             : batch_ > 1        ? "; " + count + " in turn"
                                 : "") +

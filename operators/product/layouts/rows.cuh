@@ -80,28 +80,44 @@ __global__ void __launch_bounds__(kPiecesOfBlock* kRowsOfBlock)
   }
 }
 
-/// Of each slice of the rows the sums of the columns: to (slices, cols). A thread has one column of
-/// every eighth row, and one of eight threads adds up what these have found, always in the same
-/// order.
-template <typename From, typename To>
-__global__ void __launch_bounds__(kPiecesOfBlock* kRowsOfBlock)
+/// How many rows of a thread's are on their way together while it adds up.
+inline constexpr int kRowsAhead = 8;
+
+/// Of each slice of the rows the sums of the columns: to (slices, cols). A thread has kWidth
+/// neighbouring columns of every eighth row, and loads kRowsAhead of these rows before it adds the
+/// first: without that a load waits for the sum before it. One of eight threads adds up what these
+/// have found, always in the same order.
+template <typename From, typename To, int kWidth>
+__global__ void __launch_bounds__(kPiecesOfBlock* kRowsOfBlock, 4)
     sum_rows(const RowsOf<const From> of, To* to) {
-  __shared__ float found[kRowsOfBlock][kPiecesOfBlock];
-  const int64_t col = int64_t{blockIdx.x} * kPiecesOfBlock + threadIdx.x;
-  float sum = 0;
-  if (col < of.cols) {
-    const int64_t step = int64_t{gridDim.y} * kRowsOfBlock;
-#pragma unroll 8  // so many loads are under way together
-    for (int64_t row = int64_t{blockIdx.y} * kRowsOfBlock + threadIdx.y; row < of.all_rows();
-         row += step) {
-      sum += static_cast<float>(of.row(row)[col]);
+  using Pack = primitives::Neighbours<From, kWidth>;
+  __shared__ float found[kRowsOfBlock][kWidth][kPiecesOfBlock];
+  const int64_t col = (int64_t{blockIdx.x} * kPiecesOfBlock + threadIdx.x) * kWidth;
+  const int64_t step = int64_t{gridDim.y} * kRowsOfBlock, rows = of.all_rows();
+  float sum[kWidth] = {};
+  for (int64_t row = int64_t{blockIdx.y} * kRowsOfBlock + threadIdx.y; row < rows && col < of.cols;
+       row += kRowsAhead * step) {
+    Pack packs[kRowsAhead] = {};
+#pragma unroll
+    for (int i = 0; i < kRowsAhead; ++i) {
+      const int64_t own = row + i * step;
+      if (own < rows) packs[i] = *reinterpret_cast<const Pack*>(of.row(own) + col);
+    }
+#pragma unroll
+    for (int i = 0; i < kRowsAhead; ++i) {
+#pragma unroll
+      for (int e = 0; e < kWidth; ++e) sum[e] += static_cast<float>(packs[i].values[e]);
     }
   }
-  found[threadIdx.y][threadIdx.x] = sum;
+#pragma unroll
+  for (int e = 0; e < kWidth; ++e) found[threadIdx.y][e][threadIdx.x] = sum[e];
   __syncthreads();
   if (threadIdx.y > 0 || col >= of.cols) return;
-  for (int i = 1; i < kRowsOfBlock; ++i) sum += found[i][threadIdx.x];
-  to[int64_t{blockIdx.y} * of.cols + col] = static_cast<To>(sum);
+#pragma unroll
+  for (int e = 0; e < kWidth; ++e) {
+    for (int i = 1; i < kRowsOfBlock; ++i) sum[e] += found[i][e][threadIdx.x];
+    to[int64_t{blockIdx.y} * of.cols + col + e] = static_cast<To>(sum[e]);
+  }
 }
 
 template <typename T>
@@ -123,17 +139,36 @@ void launch_copy_rows(const RowsOf<const T>& from, const RowsOf<T>& to, cudaStre
   copy_rows<T><<<slices.grid(), slices.block(), 0, stream>>>(from, to);
 }
 
+/// How the rows are divided that launch_sum_rows() adds up, kWidth columns a thread: four blocks on
+/// a multiprocessor have enough loads under way.
+template <int kWidth>
+RowSlices slices_to_sum(int64_t rows, int64_t cols) {
+  RowSlices found(rows, primitives::ceil_div(cols, int64_t{kWidth}));
+  const int64_t most = primitives::ceil_div(rows, int64_t{kRowsOfBlock} * kRowsAhead);
+  found.slices = static_cast<unsigned>(std::clamp<int64_t>(found.slices / 2, 1, most));
+  return found;
+}
+
 /// How many floats launch_sum_rows() needs.
-inline size_t floats_to_sum_rows(int64_t rows, int64_t cols) {
-  return RowSlices(rows, cols).slices * static_cast<size_t>(cols);
+template <typename T>
+size_t floats_to_sum_rows(int64_t rows, int64_t cols) {
+  return slices_to_sum<16 / sizeof(T)>(rows, cols).slices * static_cast<size_t>(cols);
 }
 /// to (cols) = the sums of all rows, added up in fp32.
 template <typename T>
 void launch_sum_rows(const RowsOf<const T>& from, float* partial, T* to, cudaStream_t stream) {
-  const RowSlices slices(from.all_rows(), from.cols);
-  sum_rows<T, float><<<slices.grid(), slices.block(), 0, stream>>>(from, partial);
+  constexpr int kWidth = 16 / sizeof(T);
+  const bool aligned = (from.cols | from.stride | from.between) % kWidth == 0;
+  const RowSlices slices = aligned ? slices_to_sum<kWidth>(from.all_rows(), from.cols)
+                                   : slices_to_sum<1>(from.all_rows(), from.cols);
+  if (aligned) {
+    sum_rows<T, float, kWidth><<<slices.grid(), slices.block(), 0, stream>>>(from, partial);
+  } else {
+    sum_rows<T, float, 1><<<slices.grid(), slices.block(), 0, stream>>>(from, partial);
+  }
   const RowsOf<const float> rows{partial, 1, slices.slices, from.cols, from.cols, 0};
-  sum_rows<float, T><<<dim3(slices.across), slices.block(), 0, stream>>>(rows, to);
+  const unsigned across = primitives::blocks_for(from.cols, kPiecesOfBlock);
+  sum_rows<float, T, 1><<<dim3(across), slices.block(), 0, stream>>>(rows, to);
 }
 
 }  // namespace operators::product

@@ -49,8 +49,8 @@ def product(a, b, math="fp32", bias=None):
     alone.
 
     Layout: elements of a row are neighbours or, as in w.t(), those of a column: nothing has to be copied for that. Rows
-    (or columns) may be further apart than they are long, a multiple of 16 bytes; but with torch.float32 and math="fp32"
-    they are dense. Matrices of a batch may lie anywhere that is a multiple of 16 bytes apart; where more dimensions are
+    (or columns) may be further apart than they are long, a multiple of 16 bytes; with torch.float32 and math="fp32" the
+    library copies them then. Matrices of a batch may lie anywhere that is a multiple of 16 bytes apart; where more dimensions are
     one batch, PyTorch copies what it cannot view as that.
 
     torch.autocast: operands become of its type, as those of PyTorch's product do, but torch.float64 stays. With another
@@ -95,7 +95,7 @@ def product_backward(d_c, a, b, math="fp32", d_a=True, d_b=True, d_bias=True):
     return calls["product_backward"](d_c, a, b, math, d_a, d_b, d_bias)
 
 
-def gating(x, w1, w2, b1=None, b2=None, gate="sigmoid", math="fp32"):
+def gating(x, w1, w2, b1=None, b2=None, gate="sigmoid", math="fp32", y=None, gated_values=False):
     """gate(x w1 + b1) * (x w2 + b2), the gated layer. Shapes: x (rows, inputs), w1 and w2 (inputs, hidden), b1 and b2
     (hidden), each of which may be None, for zeros; the result is (rows, hidden) and contiguous. Type: torch.float16,
     torch.bfloat16 or torch.float32 for all; added up in fp32.
@@ -104,8 +104,12 @@ def gating(x, w1, w2, b1=None, b2=None, gate="sigmoid", math="fp32"):
     "none", x w1 + b1 itself. math: how fp32 is multiplied, as product() has it; the 16-bit types take "fp32" alone. In
     fp32 the layer is two products and a kernel after them: it is not fused.
 
-    Layout: rows of x may be further apart than they are long, a multiple of 16 bytes, but with torch.float32 and
-    math="fp32" they are dense; weights and biases are contiguous. (The weight of a torch.nn.Linear is (hidden, inputs):
+    y: an input of the values' own, (rows, value_inputs): the layer is gate(x w1 + b1) * (y w2 + b2) then, with w2
+    (value_inputs, hidden). With gated_values, which needs y, it is gate(x w1 + b1) * gate(y w2 + b2). Rows of y may be
+    apart as those of x.
+
+    Layout: rows of x may be further apart than they are long, a multiple of 16 bytes; with torch.float32 and
+    math="fp32" the library copies them then. Weights and biases are contiguous. (The weight of a torch.nn.Linear is (hidden, inputs):
     keep w.t().contiguous().)
 
     torch.autocast: operands become of its type, if that is one of the above, but torch.float64 stays; with another
@@ -117,17 +121,32 @@ def gating(x, w1, w2, b1=None, b2=None, gate="sigmoid", math="fp32"):
     Raises a ValueError for shapes, types, layouts, a `gate` or a `math` that are not these, and a RuntimeError for a
     GPU below compute capability 8.0 (torch.float32 with math="fp32": for none). Source: operators/gating; lessons 5
     and 6 explain it."""
+    if y is not None:
+        return calls["gating_two"](x, y, w1, w2, b1, b2, gate, math, gated_values)
+    _refuse_gated_values(gated_values)
     return calls["gating"](x, w1, w2, b1, b2, gate, math)
 
 
-def gating_backward(d_out, x, w1, w2, b1=None, b2=None, gate="sigmoid", math="fp32"):
+def _refuse_gated_values(gated_values):
+    if gated_values:
+        raise ValueError("gated_values is true, but there is no y; give x again as y")
+
+
+def gating_backward(d_out, x, w1, w2, b1=None, b2=None, gate="sigmoid", math="fp32", y=None, gated_values=False):
     """(d_x, d_w1, d_w2, d_b1, d_b2), the gradients of gating(). With s = x w1 + b1, v = x w2 + b2, d_s = d_out * v *
     the slope of the gate at s, and d_v = d_out * gate(s): d_x = d_s w1^T + d_v w2^T, d_w1 = x^T d_s, d_w2 = x^T d_v,
     and d_b1 and d_b2 are the sums of the rows of d_s and d_v, or None where the bias is None. Shapes: d_out that of the
     result, each gradient that of what it is the gradient of. In the 16-bit types x w1, x w2, d_s and d_v are rounded to
     the type in between. Layout: rows of d_out may be apart, a multiple of 16 bytes; else as gating(), and gradients are
-    contiguous. Type, gate, math and errors: as gating(). Gradients: none. Source: operators/gating."""
-    *results, d_b1, d_b2 = calls["gating_backward"](d_out, x, w1, w2, b1, b2, gate, math)
+    contiguous. Type, gate, math and errors: as gating(). Gradients: none. Source: operators/gating.
+
+    With y they are (d_x, d_y, d_w1, d_w2, d_b1, d_b2): with v = y w2 + b2, d_x = d_s w1^T, d_y = d_v w2^T and d_w2 =
+    y^T d_v. With gated_values d_s = d_out * gate(v) * the slope at s, and d_v = d_out * gate(s) * the slope at v."""
+    if y is not None:
+        *results, d_b1, d_b2 = calls["gating_two_backward"](d_out, x, y, w1, w2, b1, b2, gate, math, gated_values)
+    else:
+        _refuse_gated_values(gated_values)
+        *results, d_b1, d_b2 = calls["gating_backward"](d_out, x, w1, w2, b1, b2, gate, math)
     return *results, None if b1 is None else d_b1, None if b2 is None else d_b2  # an operator of PyTorch has no None
 
 

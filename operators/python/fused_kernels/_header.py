@@ -12,7 +12,8 @@ FK_LABEL_INT64, FK_LABEL_INT32 = 0, 1  # fk_label_type
  FK_GRADIENTS_BACKWARD, FK_CLIFFORD_FORWARD, FK_CLIFFORD_BACKWARD, FK_CLIFFORD_CONNECTED_FORWARD,
  FK_CLIFFORD_CONNECTED_BACKWARD, FK_CROSS_ENTROPY_FORWARD, FK_CROSS_ENTROPY_BACKWARD,
  FK_ATTENTION_BACKWARD, FK_PRODUCT_BIAS_FORWARD, FK_PRODUCT_BACKWARD, FK_DIFFUSION_RAGGED_FORWARD,
- FK_DIFFUSION_RAGGED_BACKWARD, FK_GRADIENTS_RAGGED_FORWARD, FK_GRADIENTS_RAGGED_BACKWARD) = range(1, 25)  # fk_function
+ FK_DIFFUSION_RAGGED_BACKWARD, FK_GRADIENTS_RAGGED_FORWARD, FK_GRADIENTS_RAGGED_BACKWARD, FK_GATING_TWO_FORWARD,
+ FK_GATING_TWO_BACKWARD) = range(1, 27)  # fk_function
 (FK_GATE_SIGMOID, FK_GATE_SILU, FK_GATE_GELU, FK_GATE_GELU_TANH, FK_GATE_RELU, FK_GATE_NONE) = range(6)  # fk_gate
 FK_BLADES_FIRST, FK_BLADES_LAST = 0, 1  # fk_layout
 FK_ORDER_GRADE, FK_ORDER_BITS, FK_ORDER_SHORTLEX, FK_ORDER_NULL_FIRST = range(4)  # fk_order
@@ -31,7 +32,7 @@ fk_product = _struct("fk_product", (SIZE, "size"), (INT, "type"),
                      (INT64, "rows cols depth a_stride b_stride c_stride"), (INT, "transpose_a transpose_b"),
                      (INT64, "batch a_batch_stride b_batch_stride c_batch_stride"))
 fk_gating = _struct("fk_gating", (SIZE, "size"), (INT, "type"), (INT64, "rows inputs hidden x_stride out_stride"),
-                    (INT, "gate"))
+                    (INT, "gate"), (INT64, "value_inputs value_stride"), (INT, "gated_values"))
 fk_attention = _struct("fk_attention", (SIZE, "size"), (INT, "type causal"),
                        (INT64, "batch queries keys heads kv_heads width"),
                        (fk_strides, "q_strides k_strides v_strides out_strides"), (ctypes.c_float, "scale"))

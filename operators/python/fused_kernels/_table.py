@@ -296,6 +296,12 @@ GATING = Operator(
     strides=dict(x="x_stride"), numbers=dict(gate=("str", "sigmoid"), math=("str", "fp32")), finish=type_and_gate,
     autocast=lambda gate, math: math == "fp32", backward="gating_backward")
 
+GATING_TWO = dataclasses.replace(
+    GATING, name="gating_two", function="fk_gating_two_forward", reads="x y w1 w2 b1? b2?",
+    shapes=GATING.shapes | dict(y="rows value_inputs", w2="value_inputs hidden"),
+    strides=dict(x="x_stride", y="value_stride"), numbers=GATING.numbers | dict(gated_values=("bool", False)),
+    autocast=lambda gate, math, gated_values: math == "fp32", backward="gating_two_backward")
+
 ATTENTION = Operator(
     name="attention", function="fk_attention_forward", struct=fk_attention, types=HALF | BRAIN,
     reads="q k v", writes="out log_sums?",
@@ -374,6 +380,9 @@ OPERATORS = {each.name: each for each in (
     GATING,
     gradients_of(GATING, "fk_gating_backward", "d_out x w1 w2 b1? b2?", "d_x d_w1 d_w2 d_b1? d_b2?",
                  "the gated layer", strides=dict(x="x_stride", d_out="out_stride")),
+    GATING_TWO,
+    gradients_of(GATING_TWO, "fk_gating_two_backward", "d_out x y w1 w2 b1? b2?", "d_x d_y d_w1 d_w2 d_b1? d_b2?",
+                 "the gated layer", strides=dict(x="x_stride", y="value_stride", d_out="out_stride")),
     ATTENTION,
     gradients_of(ATTENTION, "fk_attention_backward", "d_out q k v out log_sums", "d_q d_k d_v", "attention",
                  struct=fk_attention_gradients, like=dict(d_q="q", d_k="k", d_v="v"),

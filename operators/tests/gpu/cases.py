@@ -246,6 +246,63 @@ def gating_backward(rows, inputs, hidden, row_stride=None, dtype=FP16, gate="sig
     return Case(name, run, operands, check, more=(*(() if biases else (None, None)), *options.values()))
 
 
+def gating_two_in_fp64(x, y, w1, w2, b1=0, b2=0, gate="sigmoid", gated_values=False):
+    return GATES[gate](x @ w1 + b1) * GATES[gate if gated_values else "none"](y @ w2 + b2)
+
+
+def gating_two(rows, inputs, values, hidden, dtype=FP16, gate="silu", gated=True, biases=True, math="fp32", apart=0):
+    """Of two inputs; `apart`: so many columns more than x and y have."""
+    def operands(seed=0):
+        x, y = (numbers(rows, cols + apart, dtype=dtype, seed=seed + i)[:, :cols]
+                for i, cols in ((0, inputs), (5, values)))
+        weights = [numbers(cols, hidden, dtype=dtype, seed=seed + i, scale=0.5) for i, cols in ((1, inputs), (2, values))]
+        return x, y, *weights, *(numbers(hidden, dtype=dtype, seed=seed + i) for i in (3, 4) if biases)
+
+    def run(x, y, *others):
+        return fused_kernels.gating(x, *others, gate=gate, math=math, y=y, gated_values=gated)
+
+    def in_fp64(*operands):
+        return gating_two_in_fp64(*operands, gate=gate, gated_values=gated)
+
+    def check(operands, out):
+        x, y, w1, w2, *biases = (each.double() for each in operands)
+        expected, ones = in_fp64(x, y, w1, w2, *biases), biases or (0, 0)
+        sizes = (GATES[gate](x @ w1 + ones[0]).abs(), (y @ w2 + ones[1]).abs())
+        assert out.dtype == operands[0].dtype
+        if dtype == FP32:
+            return near("out", out, expected, 2.0**-19 * expected.abs() + 2.0**-20 * (sizes[1] + gated * (sizes[0] + 1)))
+        rounding = 1.01 * ROUNDING[dtype] + (2.0**-15 if gate == "gelu" else 0)  # erf is wrong by 2^-17, and 2^-28
+        least = 2.0**-25 if dtype == FP16 else 0
+        near("out", out, expected, rounding * expected.abs() + 2.0**-26 * (sizes[1] + gated * (sizes[0] + 1)) + least)
+
+    name = "-".join([gating_name("gating_two", (rows, inputs, values, hidden), dtype, apart, gate, biases, math),
+                     *(["gated"] if gated else [])])
+    return Case(name, run, operands, check, tuple(range(6 if biases else 4)),
+                (*(() if biases else (None, None)), gate, math, gated), in_fp64)
+
+
+def gating_two_backward(rows, inputs, values, hidden, dtype=FP16, gate="silu", gated=True, math="fp32", apart=0):
+    """Numbers whose products are exact in fp32 sum up in any order."""
+    forward = gating_two(rows, inputs, values, hidden, dtype, gate, gated, True, math, apart)
+
+    def run(d_out, x, y, *others):
+        return fused_kernels.gating_backward(d_out, x, *others, gate=gate, math=math, y=y, gated_values=gated)
+
+    def operands(seed=0):
+        return numbers(rows, hidden, dtype=dtype, seed=seed + 7), *forward.operands(seed)
+
+    def check(operands, result):
+        d_out, *rest = (each.detach().double() for each in operands)
+        rest = [each.requires_grad_() for each in rest]
+        expected = torch.autograd.grad(forward.formula(*rest), rest, d_out)
+        rounding = ROUNDING[dtype] if dtype != FP32 else {"fp32": 2.0**-20, "tf32": 2.0**-10, "tf32x3": 2.0**-18}[math]
+        for found, other in zip(result, expected, strict=True):
+            assert found.dtype == dtype
+            alike(found, other, 8 * rounding / ROUNDING[dtype])
+
+    return Case(forward.name.replace("two", "two_backward", 1), run, operands, check, more=(gate, math, gated))
+
+
 # ---- Attention ----------------------------------------------------------------------------------------------------
 
 
@@ -873,6 +930,14 @@ CASES = [
     *(make(24, 40, 36, row_stride=56, dtype=FP32, gate="gelu", biases=False, math="tf32")
       for make in (gating, gating_backward)),
     *(gating_backward(*sizes) for sizes in ((1, 1, 1), (65, 7, 9), (33, 65, 130), (1001, 129, 257))),
+    *(make(*sizes, dtype, gated=gated) for make in (gating_two, gating_two_backward) for dtype in (FP16, BF16)
+      for gated in (False, True) for sizes in ((257, 136, 72, 136), (65, 7, 130, 9), (1001, 129, 33, 257),
+                                               (2048, 512, 512, 512), (16, 4096, 1000, 64))),
+    *(make(257, 136, 65, 130, FP32, gate, math=math) for make in (gating_two, gating_two_backward)
+      for gate, math in (("silu", "fp32"), ("gelu", "tf32"), ("sigmoid", "tf32x3"))),
+    *(make(24, 40, 16, 36, dtype, apart=16) for make in (gating_two, gating_two_backward) for dtype in (BF16, FP32)),
+    *(gating_two(300, 72, 40, 136, dtype, gate, gated, biases=False) for dtype in (FP16, BF16) for gate in GATES
+      for gated in (False, True)),
     *(make(*sizes) for make in (softmax_backward, cross_entropy, cross_entropy_backward)
       for sizes in ((1, 1, 1), (65, 7, 9), (33, 65, 130), (3, 20, 9001), (2101, 12, 10), (30001, 64, 36),
                     (1000, 516, 777))),
@@ -951,6 +1016,7 @@ EACH = [  # one of each function, of the product one of each type and math, and 
     *(make((300, 40, 900), 64, 72) for make in RAGGED),
     diffusion_backward(1234, 64, 72, meshes=(2,)), softmax(129, 65, 257), gradient_features(1234, 64, 72),
     gradient_features_backward(1234, 64, 72), clifford(65, 72), clifford_backward(65, 72),
+    gating_two(257, 129, 72, 136), gating_two_backward(257, 129, 72, 136),
     gating_backward(257, 129, 136), softmax_backward(129, 65, 257), cross_entropy(129, 65, 257),
     cross_entropy_backward(129, 65, 257),
     *(make(129, 65, 257, BF16) for make in (softmax, softmax_backward)),

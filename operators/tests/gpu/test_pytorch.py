@@ -715,7 +715,7 @@ def refusals():
          lambda: k.product(half(8, 8), half(8, 8), bias=half(9))),
         ("expanded", ValueError, "memory of their own", lambda: k.product(half(1, 8).expand(4, 8), half(8, 8))),
         ("rows apart", ValueError, "16 bytes", lambda: k.product(half(8, 26)[:, :8], half(8, 8))),
-        ("rows of fp32 apart", ValueError, "have to be dense", lambda: k.product(single(8, 16)[:, :8], single(8, 8))),
+        ("rows of fp32 apart", ValueError, "16 bytes", lambda: k.product(single(8, 18)[:, :8], single(8, 8))),
         ("rows of fp32 apart, in TF32", ValueError, "16 bytes",
          lambda: k.product(single(8, 18)[:, :8], single(8, 8), "tf32")),
         ("a math that there is not", ValueError, "math is 'bf16'; it has to be 'fp32' or 'tf32' or 'tf32x3'",

@@ -150,7 +150,10 @@ LAYOUTS = [
     dict(rows=1, cols=1, depth=1, transposed="ab"),
     dict(rows=70, cols=9, depth=65, transposed="a", type=FLOAT32),
     *(dict(transposed=transposed, strides=(24, 40, 32), type=type)
-      for transposed in ("", "ab") for type in (FLOAT16, TF32)),
+      for transposed in ("", "ab") for type in (FLOAT16, FLOAT32, TF32)),
+    *(dict(batch=3, rows=rows, cols=cols, depth=depth, transposed=transposed, type=type)  # whose rows are aligned
+      for transposed in ("a", "b", "ab") for type, rows, cols, depth in
+      ((FLOAT16, 72, 88, 136), (BFLOAT16, 40, 24, 16))),
     *(dict(batch=3, transposed=transposed, type=type) for transposed, type in zip(("", "a", "b", "ab", ""), TYPES)),
     *(dict(batch=3, shared="b", transposed=transposed, type=type)  # one product, if a lies below itself
       for transposed, type in (("", FLOAT16), ("a", TF32), ("b", BFLOAT16), ("", FLOAT32), ("b", FLOAT32))),

@@ -1,0 +1,406 @@
+// The gated layer whose gates and values have an input each:
+//
+//     out = gate(x W1 + b1) * (y W2 + b2)     or, where values have the gate's function, too,
+//     out = gate(x W1 + b1) * gate(y W2 + b2)
+//
+//     x (M, K), W1 (K, H), y (M, L), W2 (L, H), out (M, H): fp16 or bf16; else as in layer.cuh
+//
+// The left factor of gates is another one than that of values, and the sums may have different
+// lengths. So a tile of x [W1 W2] as in layer.cuh there is not. Instead a tile of out is two
+// products, one after the other: first the steps of x W1, then those of y W2, each into half of a
+// thread's registers. All steps are in one pipeline: while the last of x are multiplied, the first
+// of y are on their way. Gate and value of an element are in one thread again, and the epilogue is
+// that of layer.cuh. A step reads a tile of x and one of a single weight, as a product alone does:
+// what is saved is that two results leave, and come back.
+#pragma once
+
+#include <climits>
+#include <memory>
+#include <string>
+#include <vector>
+
+#include "operators/gating/layer.cuh"
+
+namespace operators::gating {
+
+// ---- Hopper -------------------------------------------------------------------------------------
+
+/// Tiles of out, kRows by kColumns, of which each consumer has 64 rows: gates and values of all
+/// columns. A stage has 64 of the depth of one of the two products.
+template <typename T, int kRows, int kColumns, int kStackedTiles, int kSideTiles, int kOutBoxes>
+struct PairTiles : TileShape<T, kRows, kColumns, kStackedTiles, kSideTiles, kOutBoxes>,
+                   Warpgroups<kRows / 64> {
+  static constexpr int kOutRows = 64;
+  static constexpr int kLinesRead = Warpgroups<kRows / 64>::kConsumers * (64 + kColumns);  // a step
+  using TileSum = Sum<2 * kColumns>;
+
+  __host__ __device__ static constexpr int row_of(int consumer) { return 64 * consumer; }
+  __host__ __device__ static constexpr int col_of(int) { return 0; }
+};
+
+/// The epilogue: a sum has the gates of a tile in the left half of its columns, the values in the
+/// right one.
+template <typename T>
+struct StorePair : StoreGated<T, false> {
+  bool gated_values;
+
+#if HOPPER_CODE
+  template <int kCols, int kBoxes>
+  __device__ void operator()(Sum<kCols>& sum, int row, int col,
+                             const Outbox<T, kBoxes>& box) const {
+    this->out.template store<kCols / 2>(row, col, box, [&](Box<T, 64>& to, int first) {
+      typename StoreGated<T, false>::Biases biases(*this, col + first);
+      if (gated_values) biases.gate_values(this->gate, sum, first);
+      if (this->gate != Gate::sigmoid) biases.make_sigmoids(this->gate, sum, first);
+      biases.store(sum, first, to);
+    });
+  }
+#endif
+};
+
+/// The Work of both products (see product.cuh). Of the depth the first `gate_steps` steps are x
+/// W1's, the others y W2's; each ends with zeros.
+template <class Tile_, typename T>
+struct PairProduct : MatrixProduct<Tile_, StorePair<T>> {
+  using Whole = MatrixProduct<Tile_, StorePair<T>>;
+  using Tile = Tile_;
+  using typename Whole::Shared, typename Whole::Stage, typename Whole::Sum;
+  Factor<> Y;
+  int gate_steps;
+
+#if HOPPER_CODE
+  using typename Whole::Grid;
+
+  class Copies {
+   public:
+    __device__ Copies(const PairProduct& of, const Grid& blocks)
+        : work(of), grid(blocks), pieces(of.schedule, blocks.cluster) {}
+    __device__ bool next() {
+      if (++step < piece.end) return true;
+      if (!pieces.get(piece)) return false;
+      step = piece.begin;
+      at = work.schedule.place(piece.tile, grid.stack, grid.side);
+      return true;
+    }
+    template <bool kAlone = false>
+    __device__ void load(Stage& stage, Barrier* arrived) const {
+      const bool of_gates = step < work.gate_steps;
+      const int k = kStepK * (of_gates ? step : step - work.gate_steps);
+      grid.template load<kAlone>(stage.a, of_gates ? &work.A.maps[0] : &work.Y.maps[0], at.row, k,
+                                 arrived);
+      grid.template load<kAlone>(stage.b, &work.B.maps[of_gates ? 0 : 1], at.col, k, arrived);
+    }
+    __device__ void end() const {}
+
+   private:
+    const PairProduct& work;
+    const Grid& grid;
+    typename Schedule<Tile>::Pieces pieces;
+    Piece piece = {0, 0, 0};
+    int step = 0;
+    typename Schedule<Tile>::Place at = {0, 0};
+  };
+
+  class Results {
+   public:
+    __device__ Results(const PairProduct& of, Shared& memory, const Grid& blocks, int number)
+        : work(of),
+          shared(memory),
+          grid(blocks),
+          consumer(number),
+          pieces(of.schedule, blocks.cluster),
+          out{memory.out[number], number} {}
+    __device__ bool next() { return pieces.get(piece); }
+    template <class Reader>
+    __device__ void multiply(Sum& sum, Reader& reader) const {
+      const int turn = min(max(piece.begin, work.gate_steps), piece.end);
+      if (turn == piece.begin) clear<0>(sum);  // a half without any steps
+      if (turn == piece.end) clear<1>(sum);
+      multiply_half<0>(sum, reader, piece.begin, turn);
+      wgmma_wait<0>();  // else ptxas cannot tell the halves' products apart
+      multiply_half<1>(sum, reader, turn, piece.end);
+      out.wait();  // while the last products are on their way
+    }
+    __device__ void store(Sum& sum) const {
+      if (piece.begin > 0 || piece.end < work.schedule.steps) {
+        const Handover handover{work.exchange, consumer, grid.rank * Tile::kConsumers + consumer,
+                                Tile::kBlocks * Tile::kConsumers, shared.ended[consumer]};
+        if (!handover.complete(sum, work.schedule.sharers(piece.tile), grid.cluster)) return;
+      }
+      const auto at = work.schedule.place(piece.tile, grid.stack, grid.side);
+      work.epilogue(sum, at.row + Tile::row_of(consumer), at.col, out);
+    }
+    __device__ void end() const { out.wait(); }
+
+   private:
+    template <int kHalf>
+    __device__ __forceinline__ static auto& half_of(Sum& sum) {
+      return columns_of<kHalf * Sum::size() / 2, Sum::size() / 2>(sum.elements);
+    }
+    template <int kHalf>
+    __device__ __forceinline__ static void clear(Sum& sum) {
+#pragma unroll
+      for (float& element : half_of<kHalf>(sum)) element = 0;
+    }
+    /// The steps of a piece that belong to one half of a sum.
+    template <int kHalf, class Reader>
+    __device__ __forceinline__ void multiply_half(Sum& sum, Reader& reader, int begin,
+                                                  int end) const {
+      for (int step = begin; step < end; ++step) {
+        reader.take([&](const Stage& stage, bool) {
+          wgmma_fence();
+#pragma unroll
+          for (int slice = 0; slice < kSlices; ++slice) {
+            multiply_slice(half_of<kHalf>(sum), stage.a.rows(Tile::row_of(consumer)), stage.b,
+                           slice, step > begin || slice > 0);
+          }
+          wgmma_commit();
+        });
+      }
+    }
+
+    const PairProduct& work;
+    Shared& shared;
+    const Grid& grid;
+    const int consumer;
+    typename Schedule<Tile>::Pieces pieces;
+    const Outbox<T, Tile::kOut, Tile::kOutRows> out;
+    Piece piece;
+  };
+#endif
+};
+
+/// What a step and the end of a tile of gates and values cost a multiprocessor, in cycles: see
+/// kGatedTileCosts. Here a step has one weight's columns, and the end twice as many.
+constexpr GatedTileCost cost_of_pair(int rows, int cols) {
+  return {rows, cols, cost_of_tile(rows, cols).step, cost_of_tile(rows, 2 * cols).finish};
+}
+
+/// The ways to compute both products in one kernel on Hopper.
+template <typename T>
+class GatedPair {
+ public:
+  GatedPair(const Caller& caller, const GatingMemory<T>& memory, const ValueInput<T>& value,
+            const GatingShape& shape)
+      : memory_(memory),
+        x_(caller.workspace, memory.x, shape.rows, shape.channels, memory.x_stride),
+        y_(caller.workspace, value.y, shape.rows, value.channels, value.stride),
+        W1_(caller.workspace, memory.W1, shape.channels, shape.hidden),
+        W2_(caller.workspace, memory.W2, value.channels, shape.hidden),
+        exchange_(caller.workspace),
+        gate_steps_(ceil_div(x_.cols, kStepK)),
+        shape_{x_.rows, W1_.cols, kStepK * (gate_steps_ + ceil_div(y_.cols, kStepK))},
+        gated_values_(value.gated),
+        caller_(caller) {}
+
+  std::vector<Way> ways() {
+    Ways ways(caller_.search);
+    const auto self = std::make_shared<const GatedPair>(*this);
+    offer<PairTiles<T, 128, 128, 2, 1, 2>>(ways, self);
+    offer<PairTiles<T, 128, 64, 2, 1, 1>>(ways, self);
+    offer<PairTiles<T, 64, 128, 2, 1, 1>>(ways, self);
+    exchange_.allocate(caller_.workspace);
+    std::vector<Way> found = ways.found();
+    for (Way& way : found) way.microseconds += copying();
+    return found;
+  }
+
+ private:
+  static constexpr int kOperands = 4;
+
+  template <class Tile>
+  void offer(Ways& ways, const std::shared_ptr<const GatedPair>& self) {
+    WorkFacts facts = facts_of<PairProduct<Tile, T>>();
+    facts.stages = ProductShared<Tile>::kStages;
+    facts.before = "two inputs; ";
+    const LaunchOf<GatedPair, ProductPlan> launch = {
+        self, [](const GatedPair& of, const ProductPlan& plan) { of.launch<Tile>(plan); }};
+    offer_plans(
+        ways, exchange_, facts, shape_,
+        [shape = shape_](const Division& division) { return microseconds<Tile>(shape, division); },
+        launch);
+  }
+
+  template <class Tile>
+  static double microseconds(const ProductShape& shape, const Division& division) {
+    constexpr TileWork kWork = work_of_tile<Tile>();
+    const GatedTileCost cost = cost_of_pair(Tile::BM, Tile::BN);
+    const double steps = 1.0 * shape.depth / kStepK;
+    const double bytes =
+        sizeof(T) * (1.0 * shape.rows * shape.depth + 1.0 * shape.depth * shape.cols +
+                     1.0 * shape.rows * shape.cols) +
+        kHalfCosts.shared_reads * fetched_by_sharers(kWork, sizeof(T), shape.depth, division);
+    return 3.7 +
+           (division.rounds * steps * cost.step + division.finished * cost.finish) / cycles() +
+           0.4 * bytes / memory_rate() + handover_microseconds(kHalfCosts, kWork, division);
+  }
+
+  template <class Tile>
+  void launch(const ProductPlan& plan) const {
+    using Work = PairProduct<Tile, T>;
+    constexpr size_t kBytes = sizeof(ProductShared<Tile>);
+    const T *b1 = memory_.b1, *b2 = memory_.b2, *weights = memory_.W1;
+    Exchange exchange = exchange_.exchange(plan.shares);
+    const Work work{
+        {{{x_.map(Tile::kRowsA)}},
+         {{W1_.map(Tile::kRowsB), W2_.map(Tile::kRowsB)}},
+         {{rounded_to<T>(memory_.out, x_.rows, W1_.cols, 64, memory_.out_stride), b1 ? b1 : weights,
+           b2 ? b2 : weights, b1 != nullptr, b2 != nullptr, memory_.gate},
+          gated_values_},
+         Schedule<Tile>(shape_, plan.clusters, plan.shares),
+         exchange},
+        {{y_.map(Tile::kRowsA)}},
+        gate_steps_};
+    const RowCopies<T, kOperands> copies{x_.job(), y_.job(), W1_.job(), W2_.job()};
+    const bool copied = copies.blocks().x > 0;
+    const bool early = copied || work.exchange.ended;  // after copies, or zeros
+    if (copied) {
+      align_rows<T, kOperands><<<copies.blocks(), kCopyThreads, 0, caller_.stream>>>(copies);
+    }
+    allow_shared_bytes(operators::product::product<Work>, kBytes);
+    launch_clusters_on(caller_.stream, operators::product::product<Work>, 1, early,
+                       plan.clusters * Tile::kBlocks, Tile::kThreads, kBytes, work);
+  }
+
+  /// Microseconds until all rows are aligned.
+  double copying() const {
+    double bytes = 0;
+    for (const auto* matrix : {&x_, &y_, &W1_, &W2_}) {
+      if (matrix->copied) bytes += 2 * sizeof(T) * 1.0 * matrix->rows * matrix->stride;
+    }
+    return bytes > 0 ? kNextLaunch + bytes / memory_rate() : 0;
+  }
+
+  GatingMemory<T> memory_;
+  AlignedRows<T> x_, y_, W1_, W2_;
+  ExchangeMemory exchange_;
+  int gate_steps_;
+  ProductShape shape_;  // of out, with the steps of both products
+  bool gated_values_;
+  Caller caller_;
+};
+
+// ---- Other GPUs ---------------------------------------------------------------------------------
+
+/// Some columns of a warp's sums, from number kFirst of their eights on.
+template <int kFirst, int kRows16, int kCols8>
+struct ColumnsOf {
+  float (&sum)[kRows16][kCols8][4];
+  __device__ __forceinline__ float (*operator[](int row) const)[4] { return sum[row] + kFirst; }
+};
+
+/// A block has a tile of out: first the gates' sums, then the values', with the tiles of
+/// mma_tiles.cuh for each. finish() is MmaGate.
+template <class Tile, typename T>
+__global__ void __launch_bounds__(Tile::kThreads, Tile::kResident)
+    mma_pair(const __grid_constant__ MmaFactors<T, 1> gates,
+             const __grid_constant__ MmaFactors<T, 1> values,
+             const __grid_constant__ MmaGate<T, true> finish) {
+  constexpr int kOwn = Tile::WN / 8, kGroup = 2048 / Tile::BM;
+  extern __shared__ __align__(128) char mma_stages[];
+  T* const stages = reinterpret_cast<T*>(mma_stages);
+  const int tiles_m = (gates.rows + Tile::BM - 1) / Tile::BM;
+  const int tiles_n = (gates.cols + Tile::BN - 1) / Tile::BN;
+  const int tile = static_cast<int>(blockIdx.x);
+  const int first = tile / (kGroup * tiles_n) * kGroup, within = tile % (kGroup * tiles_n);
+  const int group = min(kGroup, tiles_m - first);
+  const int row0 = (first + within % group) * Tile::BM, col0 = within / group * Tile::BN;
+
+  float sum[Tile::WM / 16][2 * kOwn][4] = {};
+  const auto multiply = [&](const MmaFactors<T, 1>& of, auto half_of) {
+    MmaCopies<Tile, T, 1> copies(of, row0, col0, 0, of.depth);
+    multiply_steps<Tile>(stages, copies, (of.depth + Tile::BK - 1) / Tile::BK, half_of);
+    copy_async_wait<0>();
+    __syncthreads();  // all have read their last tiles
+  };
+  multiply(gates, ColumnsOf<0, Tile::WM / 16, 2 * kOwn>{sum});
+  multiply(values, ColumnsOf<kOwn, Tile::WM / 16, 2 * kOwn>{sum});
+  const int warp = threadIdx.x / 32;
+  finish(sum, stages + warp * Tile::WM * Tile::WN, row0 + warp / Tile::kWarpsN * Tile::WM,
+         col0 + warp % Tile::kWarpsN * Tile::WN);
+}
+
+/// The ways to compute the layer of two inputs by mma_pair.
+template <typename T>
+class PortableGatedPair {
+ public:
+  PortableGatedPair(const Caller& caller, const GatingMemory<T>& memory, const ValueInput<T>& value,
+                    const GatingShape& shape)
+      : memory_(memory),
+        x_(caller.workspace, memory.x, shape.rows, shape.channels, memory.x_stride),
+        y_(caller.workspace, value.y, shape.rows, value.channels, value.stride),
+        W1_(caller.workspace, memory.W1, shape.channels, shape.hidden),
+        W2_(caller.workspace, memory.W2, value.channels, shape.hidden),
+        gated_values_(value.gated),
+        caller_(caller) {}
+
+  std::vector<Way> ways() const {
+    Ways ways(caller_.search);
+    offer<MmaTile<128, 128, 64, 2, 4, 3, 1>>(ways, 850);
+    offer<MmaTile<64, 64, 64, 2, 2, 3, 3>>(ways, 600);
+    return ways.found();
+  }
+
+ private:
+  /// rate: so many multiply-adds of a multiprocessor are counted in a cycle.
+  template <class Tile>
+  void offer(Ways& ways, double rate) const {
+    const int64_t tiles = int64_t{ceil_div(x_.rows, Tile::BM)} * ceil_div(W1_.cols, Tile::BN);
+    if (Tile::kSharedBytes > most_shared_bytes() || tiles > INT_MAX / 64) return;
+    const double steps = ceil_div(x_.cols, Tile::BK) + ceil_div(y_.cols, Tile::BK);
+    const double rounds = std::ceil(static_cast<double>(tiles) / multiprocessors());
+    const double moved = sizeof(T) * 1.0 * x_.rows * (1.0 * x_.cols + y_.cols + W1_.cols);
+    const double copied =
+        bytes_copied(x_) + bytes_copied(y_) + bytes_copied(W1_) + bytes_copied(W2_);
+    const double time =
+        kFirstLaunch +
+        std::max(rounds * (steps * Tile::BM * Tile::BN * Tile::BK / rate + 4000) / cycles(),
+                 moved / memory_rate()) +
+        (copied > 0 ? kNextLaunch + 2 * copied / memory_rate() : 0);
+    const WayId id = way_id({static_cast<int64_t>(Divided::by_mma_sync), Tile::BM, Tile::BN});
+    ways.offer(time, id, [&] {
+      const std::string name = "two inputs; mma.sync; tile " + std::to_string(Tile::BM) + " x " +
+                               std::to_string(Tile::BN) + " x " + std::to_string(Tile::BK);
+      return Way{
+          name, time,
+          [self = *this, tiles] { self.template launch<Tile>(static_cast<unsigned>(tiles)); },
+          Tile::kSharedBytes};
+    });
+  }
+
+  template <class Tile>
+  void launch(unsigned tiles) const {
+    const RowCopies<T, 4> copies{x_.job(), y_.job(), W1_.job(), W2_.job()};
+    if (copies.blocks().x > 0) {
+      align_rows<T, 4><<<copies.blocks(), kCopyThreads, 0, caller_.stream>>>(copies);
+    }
+    const auto factors = [](const AlignedRows<T>& left, const AlignedRows<T>& right) {
+      return MmaFactors<T, 1>{left.data(), {right.data()}, left.stride, right.stride,
+                              left.rows,   right.cols,     left.cols};
+    };
+    const int64_t out_stride = memory_.out_stride != 0 ? memory_.out_stride : W1_.cols;
+    const MmaGate<T, true> finish{{memory_.out, out_stride, x_.rows, W1_.cols},
+                                  memory_.b1,
+                                  memory_.b2,
+                                  memory_.gate,
+                                  gated_values_};
+    allow_shared_bytes(mma_pair<Tile, T>, Tile::kSharedBytes);
+    mma_pair<Tile, T><<<tiles, Tile::kThreads, Tile::kSharedBytes, caller_.stream>>>(
+        factors(x_, W1_), factors(y_, W2_), finish);
+  }
+
+  GatingMemory<T> memory_;
+  AlignedRows<T> x_, y_, W1_, W2_;
+  bool gated_values_;
+  Caller caller_;
+};
+
+/// The ways to compute the layer of two inputs; see gated_layer().
+template <typename T>
+std::vector<Way> gated_pair(const Caller& caller, const GatingMemory<T>& memory,
+                            const ValueInput<T>& value, const GatingShape& shape) {
+  if (!is_hopper()) return PortableGatedPair<T>(caller, memory, value, shape).ways();
+  return GatedPair<T>(caller, memory, value, shape).ways();
+}
+
+}  // namespace operators::gating
