@@ -248,19 +248,21 @@ struct Fp32Piece {
 
 /// What costs a multiprocessor cycles: fitted to shapes drawn at random, on an H200.
 struct Fp32Costs {
-  static constexpr double kMultiply = 1.11;    ///< beside what 128 multiply-adds a cycle take
-  static constexpr double kStep = 196;         ///< of each step
-  static constexpr double kSpreadStep = 62;    ///< the same where its copies are spread
-  static constexpr double kAlone = 214;        ///< more, where no other block works meanwhile
-  static constexpr double kNarrowCopy = 2.45;  ///< of a warp, of 4 bytes a thread where 16 would do
-  static constexpr double kStored = 21;        ///< bytes of C that leave in a cycle
-  static constexpr double kRowStore = 0.12;    ///< more, where C is stored in rows, for each number
-  static constexpr double kNarrowStore = 0.54;  ///< more, where it is stored one by one
-  static constexpr double kLeft = 12;           ///< bytes of sums for other blocks
-  static constexpr double kCount = 2520;        ///< of a shared tile, and for each piece of it
-  static constexpr double kPiece = 191;
-  static constexpr double kZeros = 3;   ///< microseconds, of the launch that writes zeros
-  static constexpr double kCopy = 1.3;  ///< microseconds, of the launch that copies B
+  static constexpr double kMultiply = 1.037;   ///< of what 128 multiply-adds a cycle take
+  static constexpr double kCopies = 1.035;     ///< of a warp's copy, of A by 4 bytes, of B by 16
+  static constexpr double kNarrowCopy = 4.1;   ///< of a warp, of 4 bytes a thread where 16 would do
+  static constexpr double kStep = 118;         ///< of each step
+  static constexpr double kSpreadStep = 28.5;  ///< the same where its copies are spread
+  static constexpr double kAlone = 144;        ///< more, where no other block works meanwhile
+  static constexpr double kTile = 740;         ///< of each tile
+  static constexpr double kStored = 0.364;     ///< of a number of C
+  static constexpr double kNarrowStore = 0.392;  ///< more, where it is stored one by one
+  static constexpr double kShared = 0.011;       ///< of a number of a shared tile
+  static constexpr double kPiece = 0.03;         ///< the same for each piece
+  static constexpr double kLaunch = 0.9;         ///< microseconds
+  static constexpr double kHandover = 5;         ///< of shared tiles, and of writing zeros for it
+  static constexpr double kCopy = 1;             ///< of the launch that copies B
+  static constexpr double kCopied = 1.8;         ///< of what its bytes take at the memory's rate
 };
 
 /// Which block does what. If the number of tiles is a multiple of that of blocks, no tile is
@@ -292,24 +294,23 @@ struct Fp32Timetable {
     const bool even = blocks % tiles == 0 && steps % (blocks / tiles) == 0;
     const int pieces = std::min(ceil_div(blocks, tiles) + !even, steps);
     const int crowd = ceil_div(blocks, sms);  // blocks that share a multiprocessor
-    constexpr double kMultiplyAdds = Tile::BM * Tile::BN * Tile::BK / 128.0;  // 128 in a cycle
-    constexpr double kNarrow = Tile::kAligned ? 0 : 0.75 * Tile::kTileB / 32;
-    constexpr double kBusy = Fp32Costs::kMultiply * kMultiplyAdds +
-                             kNarrow * Fp32Costs::kNarrowCopy +
-                             (Tile::kSpread ? Fp32Costs::kSpreadStep : Fp32Costs::kStep);
-    constexpr double kAlone = kBusy + (Tile::kResident > 1 ? Fp32Costs::kAlone : 0);
+    using Costs = Fp32Costs;
     constexpr double kNumbers = Tile::BM * Tile::BN;
-    const double more = shape.cols % 4 == 0 ? 0
-                        : Tile::kAligned    ? Fp32Costs::kRowStore
-                                            : Fp32Costs::kNarrowStore;
-    const double store = kNumbers * (4 / Fp32Costs::kStored + more);
-    double work = std::ceil(1.0 * tiles * steps / blocks) * std::max(kAlone, crowd * kBusy) +
-                  ceil_div(tiles, blocks) * crowd * store;
-    if (shares_tiles()) {
-      work += crowd *
-              (Fp32Costs::kCount + pieces * Fp32Costs::kPiece + 4 * kNumbers / Fp32Costs::kLeft);
-    }
-    microseconds = kFirstLaunch + work / cycles() + (shares_tiles() ? Fp32Costs::kZeros : 0);
+    constexpr double kBusy = Costs::kMultiply * kNumbers * Tile::BK / 128 +
+                             Costs::kCopies * (Tile::BM + Tile::BN / 4.0) * Tile::BK / 32 +
+                             (Tile::kAligned ? 0 : Costs::kNarrowCopy * 0.75 * Tile::kTileB / 32) +
+                             (Tile::kSpread ? Costs::kSpreadStep : Costs::kStep);
+    constexpr double kAlone = kBusy + (Tile::kResident > 1 ? Costs::kAlone : 0);
+    const bool one_by_one = shape.cols % 4 != 0 && !Tile::kAligned;
+    double work =
+        std::ceil(1.0 * tiles * steps / blocks) * std::max(kAlone, crowd * kBusy) +
+        ceil_div(tiles, blocks) * crowd *
+            (Costs::kTile + kNumbers * (Costs::kStored + (one_by_one ? Costs::kNarrowStore : 0)));
+    if (shares_tiles()) work += crowd * kNumbers * (Costs::kShared + pieces * Costs::kPiece);
+    const double bytes = 4.0 * (1.0 * shape.rows * shape.depth + 1.0 * shape.depth * shape.cols +
+                                1.0 * shape.rows * shape.cols);
+    microseconds = Costs::kLaunch + std::max(work / cycles(), bytes / memory_rate()) +
+                   (shares_tiles() ? Costs::kHandover : 0);
   }
 
   /// With the two numbers of blocks that should be the best: where each tile gets the same number
@@ -567,7 +568,7 @@ class Fp32Product {
     offer<Fp32Tile<64, 64, 32, 8, 8, 3, 4, 2, true>, kAligned>();
     offer<Fp32Tile<32, 32, 32, 8, 4, 6, 8, 3, kAligned>, kAligned>();
     if (!kAligned) offer<Fp32Tile<64, 64, 32, 8, 8, 3, 4, 2, kAligned, true>, kAligned>();
-    offer_blocks<Fp32Block<64, 64, 8, 8, 5, 8>, kAligned>();
+    offer_blocks<Fp32Block<32, 64, 16, 4, 4, 8>, kAligned>();
     offer_blocks<Fp32Block<64, 64, 8, 4, 4, 5>, kAligned>();
     offer_blocks<Fp32Block<64, 128, 16, 8, 3, 4>, kAligned>();
     offer_blocks<Fp32Block<128, 32, 16, 4, 3, 4>, kAligned>();
@@ -582,10 +583,10 @@ class Fp32Product {
     if (Tile::kSharedBytes > most_shared_bytes()) return;
     if (int64_t{Tile::BM} * shape.depth > INT_MAX) return;
     const int64_t tiles = int64_t{ceil_div(shape.rows, Tile::BM)} * ceil_div(shape.cols, Tile::BN);
-    const int most = !has_clusters(kernel)
-                         ? 1
-                         : std::min({most_fp32_ranges(shape.depth), multiprocessors(),
-                                     ceil_div(shape.depth, Tile::BK)});
+    const int most =
+        !has_clusters(kernel)
+            ? 1
+            : std::min({kMostFp32Ranges, multiprocessors(), ceil_div(shape.depth, Tile::BK)});
     for (int ranges = 1; ranges <= most; ranges *= 2) {
       if (tiles * ranges > INT_MAX) return;
       const double microseconds = fp32_block_microseconds<Tile, kAligned>(shape, ranges);
@@ -628,8 +629,9 @@ class Fp32Product {
         std::min(resident_blocks(kernel, kFp32Threads, Tile::kSharedBytes), Tile::kResident * sms);
     for (const auto& plan : Fp32Timetable<Tile>::plans(shape, sms, capacity)) {
       const double microseconds =
-          plan.microseconds +
-          (kCopied ? Fp32Costs::kCopy + 8.0 * shape.depth * shape.cols / memory_rate() : 0);
+          plan.microseconds + (kCopied ? Fp32Costs::kCopy + Fp32Costs::kCopied * 8.0 * shape.depth *
+                                                                shape.cols / memory_rate()
+                                       : 0);
       const WayId id =
           way_id({Tile::BM, Tile::BN, Tile::kSlices, plan.blocks, plan.shares_tiles(), kCopied});
       const bool wanted = ways_.offer(microseconds, id, [&] {
