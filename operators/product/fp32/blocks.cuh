@@ -4,7 +4,7 @@
 // A block of fp32.cuh has 256 threads, whatever its tile, and at most two are on a multiprocessor.
 // Before such a block can multiply, its first tiles have to come, and after its last step it stores
 // C. With 100 numbers along k that takes as long as multiplying does. Here the block of a tile of
-// 64 x 64 has 64 threads, each of which owns 8 x 8 elements of C, and a multiprocessor holds eight
+// 32 x 64 has 64 threads, each of which owns 8 x 4 elements of C, and a multiprocessor holds eight
 // such blocks. They share nothing. So while one waits for its first tiles, others multiply, and
 // others store, and a barrier stops two warps, not eight. A block has one tile, and the hardware
 // gives the next tile to whichever multiprocessor has room first.
@@ -13,7 +13,8 @@
 //     their way, and a sum of 64 numbers already has 4 or 8 steps.
 //   - The step that has fewer k than the others is the first one. It is copied before the loop, so
 //     the loop copies without a question about k.
-//   - Where a multiprocessor has only a few tiles, a thread owns 8 x 4 elements: twice the warps.
+//   - Larger tiles have 128 threads: 64 x 64 and 128 x 32 are for shapes that they fit better, and
+//     64 x 128, where a thread owns 8 x 8 elements, reads less for a multiply-add.
 //   - B's rows may be unaligned: then it is copied by single floats, as A is. No other launch has
 //     to copy it first.
 //   - Few tiles (Hopper and newer): 2, 4 or 8 blocks of a cluster share a tile, each with its range
@@ -272,6 +273,13 @@ __global__ void __launch_bounds__(Tile::kThreads, Tile::kResident)
 #endif
 }
 
+/// How many blocks a multiprocessor has room for. It has as much shared memory as a block may ask
+/// for and 1 KiB, and each block takes 1 KiB more than it asks for.
+template <class Tile>
+int resident_fp32_blocks() {
+  return std::clamp((most_shared_bytes() + 1024) / (Tile::kSharedBytes + 1024), 1, Tile::kResident);
+}
+
 /// What costs a multiprocessor cycles: fitted to shapes drawn at random, on an H200.
 struct Fp32BlockCosts {
   static constexpr double kMultiply = 1.027;  ///< a multiply-add of a warp
@@ -309,8 +317,7 @@ double fp32_block_microseconds(const ProductShape& shape, int ranges) {
   const int64_t tiles = int64_t{ceil_div(shape.rows, Tile::BM)} * ceil_div(shape.cols, Tile::BN);
   const double all = static_cast<double>(tiles * ranges) * (ranges > 2 ? Costs::kUneven : 1);
   const auto blocks = static_cast<int64_t>(std::ceil(all / multiprocessors()));
-  const int resident =
-      std::clamp((most_shared_bytes() + 1024) / (Tile::kSharedBytes + 1024), 1, Tile::kResident);
+  const int resident = resident_fp32_blocks<Tile>();
   const int left = static_cast<int>(blocks % resident);
   const double numbers = static_cast<double>(blocks) * kNumbers;
   double work = steps * (static_cast<double>(blocks / resident) * step(resident) +
