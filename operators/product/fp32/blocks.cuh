@@ -4,7 +4,7 @@
 // A block of fp32.cuh has 256 threads, whatever its tile, and at most two are on a multiprocessor.
 // Before such a block can multiply, its first tiles have to come, and after its last step it stores
 // C. With 100 numbers along k that takes as long as multiplying does. Here the block of a tile of
-// 64 x 64 has 64 threads, each of which owns 8 x 8 elements of C, and a multiprocessor holds eight
+// 32 x 64 has 64 threads, each of which owns 8 x 4 elements of C, and a multiprocessor holds eight
 // such blocks. They share nothing. So while one waits for its first tiles, others multiply, and
 // others store, and a barrier stops two warps, not eight. A block has one tile, and the hardware
 // gives the next tile to whichever multiprocessor has room first.
@@ -13,7 +13,8 @@
 //     their way, and a sum of 64 numbers already has 4 or 8 steps.
 //   - The step that has fewer k than the others is the first one. It is copied before the loop, so
 //     the loop copies without a question about k.
-//   - Where a multiprocessor has only a few tiles, a thread owns 8 x 4 elements: twice the warps.
+//   - Larger tiles have 128 threads: 64 x 64 and 128 x 32 are for shapes that they fit better, and
+//     64 x 128, where a thread owns 8 x 8 elements, reads less for a multiply-add.
 //   - B's rows may be unaligned: then it is copied by single floats, as A is. No other launch has
 //     to copy it first.
 //   - Few tiles (Hopper and newer): 2, 4 or 8 blocks of a cluster share a tile, each with its range
@@ -69,9 +70,8 @@ struct Fp32Block {
   }
 };
 
-/// So many blocks may share a tile of sums as long as `depth`. Of longer sums the tiles of fp32.cuh
-/// are the better ones.
-inline int most_fp32_ranges(int depth) { return depth <= 1024 ? 8 : 1; }
+/// At most so many blocks share a tile.
+inline constexpr int kMostFp32Ranges = 8;
 
 /// What is multiplied: dense matrices.
 struct Fp32Matrices {
@@ -273,44 +273,57 @@ __global__ void __launch_bounds__(Tile::kThreads, Tile::kResident)
 #endif
 }
 
+/// How many blocks a multiprocessor has room for. It has as much shared memory as a block may ask
+/// for and 1 KiB, and each block takes 1 KiB more than it asks for.
+template <class Tile>
+int resident_fp32_blocks() {
+  return std::clamp((most_shared_bytes() + 1024) / (Tile::kSharedBytes + 1024), 1, Tile::kResident);
+}
+
 /// What costs a multiprocessor cycles: fitted to shapes drawn at random, on an H200.
 struct Fp32BlockCosts {
-  static constexpr double kMultiply = 0.990;  ///< of what 128 multiply-adds a cycle take
-  static constexpr double kCopy = 3.24;       ///< of a warp's copy
-  static constexpr double kStep = 34.4;       ///< of each step
-  static constexpr double kIssue = 1.11;      ///< a multiply-add of a warp, if it is alone
-  static constexpr double kWait = 149;        ///< more for each step of such a warp
-  static constexpr double kLatency = 902;     ///< until what is copied has come
-  static constexpr double kStored = 59;       ///< bytes of C that leave in a cycle
-  static constexpr double kRowStore = 0.029;  ///< more, where C is stored in rows, for each number
-  static constexpr double kMeet = 2114;       ///< of a cluster, for each doubling of its blocks
-  static constexpr double kSent = 0.097;      ///< of a number that is sent to another block
-  static constexpr double kLaunch = 2.32;     ///< microseconds
+  static constexpr double kMultiply = 1.027;  ///< a multiply-add of a warp
+  static constexpr double kCopy = 2.17;       ///< of a warp's copy
+  static constexpr double kStep = 42.5;       ///< of each step of a block
+  static constexpr double kAlone = 1.505;     ///< a multiply-add of a warp, if it is alone
+  static constexpr double kWait = 98;         ///< more for each step of such a warp
+  static constexpr double kStored = 0.122;    ///< of a number of C
+  static constexpr double kRowStore = 0.309;  ///< more, where C is stored in rows
+  static constexpr double kMeet = 1273;       ///< of a cluster
+  static constexpr double kSent = 0.274;      ///< of a number that is sent to another block
+  static constexpr double kLaunch = 1;        ///< microseconds
+  /// The blocks of a cluster are on neighbours, of which there are 16 or 18. Clusters of more than
+  /// two leave some of these without a block, and so others have more of them.
+  static constexpr double kUneven = 1.07;
 };
 
 /// How long the product should take with this tile and so many ranges of k. A multiprocessor has up
-/// to kResident blocks, and when these end others. With few of them each step takes as long as one
-/// warp needs for it.
+/// to kResident blocks, and when these end others. Its four schedulers have whole warps: three
+/// blocks of two warps take as long as four. With few blocks each step takes as long as one warp
+/// needs for it.
 template <class Tile, bool kAligned>
 double fp32_block_microseconds(const ProductShape& shape, int ranges) {
   using Costs = Fp32BlockCosts;
   constexpr double kNumbers = Tile::BM * Tile::BN;
+  constexpr double kOfWarp = Tile::BK * Tile::TM * Tile::TN;  // multiply-adds of a step
   constexpr double kCopies = (Tile::BM + Tile::BN / (kAligned ? 4.0 : 1.0)) * Tile::BK / 32;
-  constexpr double kBusy =
-      Costs::kMultiply * kNumbers * Tile::BK / 128 + Costs::kCopy * kCopies + Costs::kStep;
-  constexpr double kAlone = std::max(Costs::kIssue * Tile::BK * Tile::TM * Tile::TN + Costs::kWait,
-                                     Costs::kLatency / (Tile::kStages - 1));
+  const auto step = [](int blocks) {
+    const auto work = [](int warps) { return ceil_div(warps * Tile::kThreads / 32, 4) * kOfWarp; };
+    return std::max(
+        Costs::kMultiply * work(blocks) + blocks * (Costs::kCopy * kCopies + Costs::kStep),
+        Costs::kAlone * work(1) + Costs::kWait);
+  };
   const int steps = ceil_div(ceil_div(shape.depth, Tile::BK), ranges);
   const int64_t tiles = int64_t{ceil_div(shape.rows, Tile::BM)} * ceil_div(shape.cols, Tile::BN);
-  const int64_t blocks = ceil_div(tiles * ranges, multiprocessors());
-  const int resident =
-      std::clamp((most_shared_bytes() + 1024) / (Tile::kSharedBytes + 1024), 1, Tile::kResident);
-  const double full = static_cast<double>(blocks / resident);
-  const double left = static_cast<double>(blocks % resident);
-  double work = steps * (full * std::max(resident * kBusy, kAlone) +
-                         (left > 0 ? std::max(left * kBusy, kAlone) : 0)) +
-                blocks * kNumbers * (4 / Costs::kStored + (kAligned ? 0 : Costs::kRowStore));
-  if (ranges > 1) work += Costs::kMeet * std::log2(ranges) + blocks * kNumbers * Costs::kSent;
+  const double all = static_cast<double>(tiles * ranges) * (ranges > 2 ? Costs::kUneven : 1);
+  const auto blocks = static_cast<int64_t>(std::ceil(all / multiprocessors()));
+  const int resident = resident_fp32_blocks<Tile>();
+  const int left = static_cast<int>(blocks % resident);
+  const double numbers = static_cast<double>(blocks) * kNumbers;
+  double work = steps * (static_cast<double>(blocks / resident) * step(resident) +
+                         (left > 0 ? step(left) : 0)) +
+                numbers / ranges * (Costs::kStored + (kAligned ? 0 : Costs::kRowStore));
+  if (ranges > 1) work += Costs::kMeet + numbers * Costs::kSent;
   const double bytes = 4.0 * (1.0 * shape.rows * shape.depth + 1.0 * shape.depth * shape.cols +
                               1.0 * shape.rows * shape.cols);
   return Costs::kLaunch + std::max(work / cycles(), bytes / memory_rate());

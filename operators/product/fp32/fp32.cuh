@@ -15,7 +15,9 @@
 //
 //     Blocks that share a tile leave their sums in memory. Whoever is the last one adds them,
 //     always in the same order, and stores the tile. No block waits for another one: this is also
-//     right where other launches share the device.
+//     right where other launches share the device. Who is the last one, a number for each tile
+//     says, which has to be 0 before. A launch of its own writes these zeros. The blocks that
+//     multiply do not wait for it until they have sums to leave.
 //   - Large tiles. 4097 rows need a 33rd row of tiles for one row of C. With 128 x 256 that costs
 //     as much as 128 rows. And only one block with such a tile fits on a multiprocessor, but two
 //     with 64 x 128: one multiplies while the other waits at a barrier.
@@ -30,7 +32,7 @@
 //     into rows that are, and C leaves through shared memory, so that a warp stores 32 neighbours.
 //     For a small one that launch would take longer than it saves, and B is copied by single
 //     floats. A always is, since it is transposed on the way.
-//   - Short sums. Small blocks, of which a multiprocessor has many, compute them (fp32_blocks.cuh).
+//   - Short sums. Small blocks, of which a multiprocessor has many, compute them (blocks.cuh).
 //   - Copies that come all at once. Where two blocks are on a multiprocessor, or where B is copied
 //     by single floats, a thread starts a few copies beside each k that it multiplies. The others
 //     have no registers left for that, and start all copies of a step at its beginning.
@@ -248,19 +250,21 @@ struct Fp32Piece {
 
 /// What costs a multiprocessor cycles: fitted to shapes drawn at random, on an H200.
 struct Fp32Costs {
-  static constexpr double kMultiply = 1.11;    ///< beside what 128 multiply-adds a cycle take
-  static constexpr double kStep = 196;         ///< of each step
-  static constexpr double kSpreadStep = 62;    ///< the same where its copies are spread
-  static constexpr double kAlone = 214;        ///< more, where no other block works meanwhile
-  static constexpr double kNarrowCopy = 2.45;  ///< of a warp, of 4 bytes a thread where 16 would do
-  static constexpr double kStored = 21;        ///< bytes of C that leave in a cycle
-  static constexpr double kRowStore = 0.12;    ///< more, where C is stored in rows, for each number
-  static constexpr double kNarrowStore = 0.54;  ///< more, where it is stored one by one
-  static constexpr double kLeft = 12;           ///< bytes of sums for other blocks
-  static constexpr double kCount = 2520;        ///< of a shared tile, and for each piece of it
-  static constexpr double kPiece = 191;
-  static constexpr double kZeros = 3;   ///< microseconds, of the launch that writes zeros
-  static constexpr double kCopy = 1.3;  ///< microseconds, of the launch that copies B
+  static constexpr double kMultiply = 1.037;   ///< of what 128 multiply-adds a cycle take
+  static constexpr double kCopies = 1.035;     ///< of a warp's copy, of A by 4 bytes, of B by 16
+  static constexpr double kNarrowCopy = 4.1;   ///< of a warp, of 4 bytes a thread where 16 would do
+  static constexpr double kStep = 118;         ///< of each step
+  static constexpr double kSpreadStep = 28.5;  ///< the same where its copies are spread
+  static constexpr double kAlone = 144;        ///< more, where no other block works meanwhile
+  static constexpr double kTile = 740;         ///< of each tile
+  static constexpr double kStored = 0.364;     ///< of a number of C
+  static constexpr double kNarrowStore = 0.392;  ///< more, where it is stored one by one
+  static constexpr double kShared = 0.011;       ///< of a number of a shared tile
+  static constexpr double kPiece = 0.03;         ///< the same for each piece
+  static constexpr double kLaunch = 0.9;         ///< microseconds
+  static constexpr double kHandover = 5;         ///< of shared tiles, and of writing zeros for it
+  static constexpr double kCopy = 1;             ///< of the launch that copies B
+  static constexpr double kCopied = 1.8;         ///< of what its bytes take at the memory's rate
 };
 
 /// Which block does what. If the number of tiles is a multiple of that of blocks, no tile is
@@ -292,24 +296,23 @@ struct Fp32Timetable {
     const bool even = blocks % tiles == 0 && steps % (blocks / tiles) == 0;
     const int pieces = std::min(ceil_div(blocks, tiles) + !even, steps);
     const int crowd = ceil_div(blocks, sms);  // blocks that share a multiprocessor
-    constexpr double kMultiplyAdds = Tile::BM * Tile::BN * Tile::BK / 128.0;  // 128 in a cycle
-    constexpr double kNarrow = Tile::kAligned ? 0 : 0.75 * Tile::kTileB / 32;
-    constexpr double kBusy = Fp32Costs::kMultiply * kMultiplyAdds +
-                             kNarrow * Fp32Costs::kNarrowCopy +
-                             (Tile::kSpread ? Fp32Costs::kSpreadStep : Fp32Costs::kStep);
-    constexpr double kAlone = kBusy + (Tile::kResident > 1 ? Fp32Costs::kAlone : 0);
+    using Costs = Fp32Costs;
     constexpr double kNumbers = Tile::BM * Tile::BN;
-    const double more = shape.cols % 4 == 0 ? 0
-                        : Tile::kAligned    ? Fp32Costs::kRowStore
-                                            : Fp32Costs::kNarrowStore;
-    const double store = kNumbers * (4 / Fp32Costs::kStored + more);
-    double work = std::ceil(1.0 * tiles * steps / blocks) * std::max(kAlone, crowd * kBusy) +
-                  ceil_div(tiles, blocks) * crowd * store;
-    if (shares_tiles()) {
-      work += crowd *
-              (Fp32Costs::kCount + pieces * Fp32Costs::kPiece + 4 * kNumbers / Fp32Costs::kLeft);
-    }
-    microseconds = kFirstLaunch + work / cycles() + (shares_tiles() ? Fp32Costs::kZeros : 0);
+    constexpr double kBusy = Costs::kMultiply * kNumbers * Tile::BK / 128 +
+                             Costs::kCopies * (Tile::BM + Tile::BN / 4.0) * Tile::BK / 32 +
+                             (Tile::kAligned ? 0 : Costs::kNarrowCopy * 0.75 * Tile::kTileB / 32) +
+                             (Tile::kSpread ? Costs::kSpreadStep : Costs::kStep);
+    constexpr double kAlone = kBusy + (Tile::kResident > 1 ? Costs::kAlone : 0);
+    const bool one_by_one = shape.cols % 4 != 0 && !Tile::kAligned;
+    double work =
+        std::ceil(1.0 * tiles * steps / blocks) * std::max(kAlone, crowd * kBusy) +
+        ceil_div(tiles, blocks) * crowd *
+            (Costs::kTile + kNumbers * (Costs::kStored + (one_by_one ? Costs::kNarrowStore : 0)));
+    if (shares_tiles()) work += crowd * kNumbers * (Costs::kShared + pieces * Costs::kPiece);
+    const double bytes = 4.0 * (1.0 * shape.rows * shape.depth + 1.0 * shape.depth * shape.cols +
+                                1.0 * shape.rows * shape.cols);
+    microseconds = Costs::kLaunch + std::max(work / cycles(), bytes / memory_rate()) +
+                   (shares_tiles() ? Costs::kHandover : 0);
   }
 
   /// With the two numbers of blocks that should be the best: where each tile gets the same number
@@ -366,6 +369,9 @@ template <int kBlockFloats>
 struct Fp32Handover {
   float* sums;
   unsigned* arrived;  ///< for each block, of the tile that begins there: see is_last_block()
+  /// The kernel before this one does nothing but write zeros into `arrived`. So it is waited for
+  /// only here, and meanwhile blocks multiply.
+  bool waits = false;
 
   static size_t floats(int blocks) { return size_t{2 * kBlockFloats} * blocks; }
 
@@ -380,6 +386,7 @@ struct Fp32Handover {
         __stcg(to, make_float4(sum[i][j], sum[i][j + 1], sum[i][j + 2], sum[i][j + 3]));
       }
     }
+    if (waits) wait_for_previous_kernel();
     if (!is_last_block(arrived + piece.first, piece.last - piece.first + 1)) return false;
 #pragma unroll
     for (int i = 0; i < kRows; ++i) {
@@ -475,7 +482,7 @@ __global__ void __launch_bounds__(kFp32Threads, Tile::kResident)
     fp32_product(Fp32Operands of, Fp32Timetable<Tile> timetable,
                  Fp32Handover<Tile::BM * Tile::BN> handover) {
   extern __shared__ __align__(16) float fp32_tiles[];
-  wait_for_previous_kernel();  // it may have written zeros
+  if (!handover.waits) wait_for_previous_kernel();
   for (int i = 0;; ++i) {
     const Fp32Piece piece = timetable.piece(blockIdx.x, i);
     if (piece.begin == piece.end) return;
@@ -485,26 +492,38 @@ __global__ void __launch_bounds__(kFp32Threads, Tile::kResident)
   }
 }
 
-/// Copies B into rows that are `pitch` apart and aligned; a block copies a row.
-template <int kThreads>
+/// Copies B into rows that are `pitch` apart and aligned; a block copies kRows of them. A thread has
+/// the loads of all rows under way together. It also writes `count` zeros.
+template <int kThreads, int kRows>
 __global__ void __launch_bounds__(kThreads)
-    align_fp32_rows(const float* __restrict__ from, float* __restrict__ to, int cols, int pitch) {
-  from += static_cast<size_t>(blockIdx.x) * cols;
-  to += static_cast<size_t>(blockIdx.x) * pitch;
-  constexpr int kAtOnce = 8;  // loads of a thread that are under way together
-  for (int first = threadIdx.x; first < cols; first += kAtOnce * kThreads) {
-    float values[kAtOnce];
+    align_fp32_rows(const float* __restrict__ from, float* __restrict__ to, int rows, int cols,
+                    int pitch, unsigned* zeros, int count) {
+  const int row0 = static_cast<int>(blockIdx.x) * kRows, left = rows - row0;
+  from += static_cast<size_t>(row0) * cols;
+  to += static_cast<size_t>(row0) * pitch;
+  for (int col = threadIdx.x; col < cols; col += kThreads) {
+    float values[kRows];
 #pragma unroll
-    for (int i = 0; i < kAtOnce; ++i) {
-      const int col = first + i * kThreads;
-      values[i] = col < cols ? from[col] : 0;
+    for (int i = 0; i < kRows; ++i) {
+      values[i] = i < left ? from[static_cast<size_t>(i) * cols + col] : 0;
     }
 #pragma unroll
-    for (int i = 0; i < kAtOnce; ++i) {
-      const int col = first + i * kThreads;
-      if (col < cols) to[col] = values[i];
+    for (int i = 0; i < kRows; ++i) {
+      if (i < left) to[static_cast<size_t>(i) * pitch + col] = values[i];
     }
   }
+  const int all = static_cast<int>(gridDim.x) * kThreads;
+  for (int i = static_cast<int>(blockIdx.x) * kThreads + threadIdx.x; i < count; i += all) {
+    zeros[i] = 0;
+  }
+}
+
+/// Writes zeros. The next kernel need not wait for them before it starts.
+template <int kThreads>
+__global__ void __launch_bounds__(kThreads) write_fp32_zeros(unsigned* to, int count) {
+  start_next_kernel();
+  const int i = static_cast<int>(blockIdx.x) * kThreads + threadIdx.x;
+  if (i < count) to[i] = 0;
 }
 
 /// What every launch needs.
@@ -523,17 +542,25 @@ struct Fp32Launches {
   template <class Tile, bool kAligned>
   void launch(const Fp32Timetable<Tile>& plan) const {
     constexpr bool kCopied = Tile::kAligned && !kAligned;
-    if (kCopied)
-      align_fp32_rows<kFp32Threads>
-          <<<shape.depth, kFp32Threads, 0, stream>>>(B, *needed->copy, shape.cols, pitch);
+    constexpr int kRows = 8;  // of B, that a block copies
+    const bool shares = plan.shares_tiles();
     Fp32Handover<Tile::BM * Tile::BN> handover{};
-    if (plan.shares_tiles()) handover = {needed->sums->data(), needed->arrived->data()};
+    if (shares) handover = {needed->sums->data(), needed->arrived->data(), !kCopied};
+    const int zeros = shares ? plan.blocks : 0;
+    if (kCopied) {
+      align_fp32_rows<kFp32Threads, kRows>
+          <<<blocks_for(shape.depth, kRows), kFp32Threads, 0, stream>>>(
+              B, *needed->copy, shape.depth, shape.cols, pitch, handover.arrived, zeros);
+    } else if (shares) {
+      write_fp32_zeros<kFp32Threads>
+          <<<blocks_for(zeros, kFp32Threads), kFp32Threads, 0, stream>>>(handover.arrived, zeros);
+    }
     const Fp32Operands of{A, kCopied ? needed->copy->data() : B.data(), C, shape,
                           kCopied ? pitch : shape.cols};
     // Not early among the blocks of the launch that copies B: these would find places on few
     // multiprocessors, two or three on each.
-    launch_clusters_on(stream, fp32_product<Tile, kAligned>, 1, plan.shares_tiles() || !kCopied,
-                       plan.blocks, kFp32Threads, Tile::kSharedBytes, of, plan, handover);
+    launch_clusters_on(stream, fp32_product<Tile, kAligned>, 1, !kCopied, plan.blocks, kFp32Threads,
+                       Tile::kSharedBytes, of, plan, handover);
   }
 };
 
@@ -554,7 +581,7 @@ class Fp32Product {
     if (copied_) needed.copy = caller.workspace.any<float>(size_t(shape.depth) * launches_.pitch);
     if (floats_ == 0) return;
     needed.sums = caller.workspace.any<float>(floats_);
-    needed.arrived = caller.workspace.zeros<unsigned>(blocks_);
+    needed.arrived = caller.workspace.any<unsigned>(blocks_);
   }
 
   std::vector<Way> ways() const { return ways_.found(); }
@@ -567,7 +594,7 @@ class Fp32Product {
     offer<Fp32Tile<64, 64, 32, 8, 8, 3, 4, 2, true>, kAligned>();
     offer<Fp32Tile<32, 32, 32, 8, 4, 6, 8, 3, kAligned>, kAligned>();
     if (!kAligned) offer<Fp32Tile<64, 64, 32, 8, 8, 3, 4, 2, kAligned, true>, kAligned>();
-    offer_blocks<Fp32Block<64, 64, 8, 8, 5, 8>, kAligned>();
+    offer_blocks<Fp32Block<32, 64, 16, 4, 4, 8>, kAligned>();
     offer_blocks<Fp32Block<64, 64, 8, 4, 4, 5>, kAligned>();
     offer_blocks<Fp32Block<64, 128, 16, 8, 3, 4>, kAligned>();
     offer_blocks<Fp32Block<128, 32, 16, 4, 3, 4>, kAligned>();
@@ -582,10 +609,10 @@ class Fp32Product {
     if (Tile::kSharedBytes > most_shared_bytes()) return;
     if (int64_t{Tile::BM} * shape.depth > INT_MAX) return;
     const int64_t tiles = int64_t{ceil_div(shape.rows, Tile::BM)} * ceil_div(shape.cols, Tile::BN);
-    const int most = !has_clusters(kernel)
-                         ? 1
-                         : std::min({most_fp32_ranges(shape.depth), multiprocessors(),
-                                     ceil_div(shape.depth, Tile::BK)});
+    const int most =
+        !has_clusters(kernel)
+            ? 1
+            : std::min({kMostFp32Ranges, multiprocessors(), ceil_div(shape.depth, Tile::BK)});
     for (int ranges = 1; ranges <= most; ranges *= 2) {
       if (tiles * ranges > INT_MAX) return;
       const double microseconds = fp32_block_microseconds<Tile, kAligned>(shape, ranges);
@@ -624,12 +651,12 @@ class Fp32Product {
     if (Tile::kSharedBytes > most_shared_bytes()) return;
     if (int64_t{Tile::BM} * shape.depth > INT_MAX) return;
     const int sms = multiprocessors();
-    const int capacity =
-        std::min(resident_blocks(kernel, kFp32Threads, Tile::kSharedBytes), Tile::kResident * sms);
+    const int capacity = resident_fp32_blocks<Tile>() * sms;
     for (const auto& plan : Fp32Timetable<Tile>::plans(shape, sms, capacity)) {
       const double microseconds =
-          plan.microseconds +
-          (kCopied ? Fp32Costs::kCopy + 8.0 * shape.depth * shape.cols / memory_rate() : 0);
+          plan.microseconds + (kCopied ? Fp32Costs::kCopy + Fp32Costs::kCopied * 8.0 * shape.depth *
+                                                                shape.cols / memory_rate()
+                                       : 0);
       const WayId id =
           way_id({Tile::BM, Tile::BN, Tile::kSlices, plan.blocks, plan.shares_tiles(), kCopied});
       const bool wanted = ways_.offer(microseconds, id, [&] {
