@@ -64,7 +64,7 @@ struct BackwardWideBlock {
   using Factor = LeftFragments<T, Tile::kQueries / 16>;
   static constexpr int kBlocks = Tile::kBlocks;
   static constexpr int kRowShare = Tile::kQueries / kBlocks;
-  static constexpr int kHalf = Tile::kPartFloats / 2;
+  static constexpr int kHalf = Tile::kPartFloats / 2, kItemKeys = keys_of_item<Tile>;
   Shared& shared;
   const BackwardMaps& maps;
   const BackwardOperands<T>& in;
@@ -80,10 +80,10 @@ struct BackwardWideBlock {
       : shared(*reinterpret_cast<Shared*>(bytes)),
         maps(of),
         in(operands),
-        place(BackwardPlace::of_block<kInOrder, kBlocks>(in, Tile::kKeys * kBlocks)),
-        key0((place.key_tile * kBlocks + rank) * Tile::kKeys) {
-    const int tile0 = in.first_query(place.key_tile * kBlocks * Tile::kKeys) / Tile::kQueries;
-    steps = {tile0, all_tiles - tile0, in.group};
+        place(BackwardPlace::of_item(in, static_cast<int>(blockIdx.x) / kBlocks, kItemKeys)),
+        key0(place.key_tile * kItemKeys + rank * Tile::kKeys),
+        steps(in.first_query(place.key_tile * kItemKeys) / Tile::kQueries, all_tiles, in.group,
+              place.split, in.splits) {
     if (threadIdx.x == 0) {
       // A stage, and a place for dS, is given back by each warp of the consumers of each block.
       prepare(shared.of_Q, 8 * kBlocks, 1 + 32);
@@ -329,27 +329,6 @@ struct BackwardWideBlock {
     }
   }
 
-  /// 64 rows of dK or dV, by way of shared memory that nobody reads any longer.
-  __device__ __forceinline__ void store(const Sum<Tile::kWidth>& sum, float factor,
-                                        LeftTile<T, Tile::kKeys>* room,
-                                        const CUtensorMap& map) const {
-#pragma unroll
-    for (int box = 0; box < Tile::kBoxes; ++box) {
-      Sum<Tile::kWidth>::store(static_cast<Box<T, 64>&>(room[box]), kBoxCols * box,
-                               [&](int i) { return factor * sum.elements[i]; });
-    }
-    shared_fence();
-    named_barrier(2 + consumer, 128);
-    if (threadIdx.x % 128 == 0) {
-      for (int box = 0; box < Tile::kBoxes; ++box) {
-        const int at[5] = {kBoxCols * box, 0, key0, place.kv_head, place.batch};
-        tensor_store(&map, at, room[box].row(0));
-      }
-      tensor_store_commit();
-      tensor_store_wait_read<0>();
-    }
-  }
-
   /// The first consumer.
   __device__ __forceinline__ void compute_dV() const {
     Sum<Tile::kWidth> dV = {};
@@ -382,8 +361,7 @@ struct BackwardWideBlock {
     int step = 0;
     for (; step + 1 < steps.count(); ++step) do_step.template operator()<false>(step);
     do_step.template operator()<true>(step);
-    named_barrier(1, 256);
-    store(dV, 1, shared.V, maps.dV);
+    store_key_sums(in, true, dV, place, key0, kItemKeys);
   }
 
   /// The second consumer.
@@ -426,8 +404,7 @@ struct BackwardWideBlock {
     int step = 0;
     for (; step + 1 < steps.count(); ++step) do_step.template operator()<false>(step);
     do_step.template operator()<true>(step);
-    named_barrier(1, 256);
-    store(dK, in.scale, shared.K, maps.dK);
+    store_key_sums(in, false, dK, place, key0, kItemKeys);
   }
 };
 #endif
@@ -437,9 +414,10 @@ __global__ void __launch_bounds__(Tile::kThreads, 1)
     attention_backward_wide(const __grid_constant__ BackwardMaps maps,
                             const __grid_constant__ BackwardOperands<typename Tile::T> in) {
 #if HOPPER_CODE
-  if (!kInOrder && sequence_of_block() >= in.sequences) return;
+  start_next_kernel();
   extern __shared__ __align__(1024) char bytes[];
   const BackwardWideBlock<Tile, kInOrder> block(bytes, maps, in);
+  if (block.steps.count() == 0) return;
   const int warp = warp_of_block();
   if (warp < 4) {
     registers_shrink_to<Tile::kProducerRegisters>();
