@@ -200,17 +200,26 @@ struct BackwardHopperBlock {
 
   /// The producer warp. One thread starts the copies; all load logarithms and D. Where there is no
   /// query, and where a query sees no key or only logits of -infinity, P has to be 0: the logarithm
-  /// becomes +infinity. A block's first item has its own number, and those after the grid's are
-  /// drawn: an item of few steps, as with causal, is followed by another one sooner.
+  /// becomes +infinity.
+  ///
+  /// A block's first item has its own number, and further ones are drawn from a counter in memory:
+  /// an item of few steps, as with causal, is followed by another one sooner. In order, if there
+  /// are more items than blocks, all are drawn. An item waits for those of lower numbers, and these
+  /// must not belong to a block that has found no room yet beside another launch.
   __device__ void bring() const {
     const int lane = threadIdx.x % 32, all_tiles = ceil_div(in.queries, Tile::kQueries);
     const int all_items = items();
     const uint64_t policy = evict_normal();
     Writer writer(shared.pipeline);
-    int drawn = 0;
-    bool waited = false;
-    for (int item = static_cast<int>(blockIdx.x), n = 0; item < all_items;
-         item = __shfl_sync(0xffffffff, drawn, 0)) {
+    int drawn = static_cast<int>(blockIdx.x);
+    bool waited = is_drawn_from_the_first(all_items);
+    if (waited) {
+      wait_for_previous_kernel();
+      if (lane == 0) drawn = draw(all_items);
+    }
+    for (int n = 0;;) {
+      const int item = __shfl_sync(0xffffffff, drawn, 0);
+      if (item >= all_items) break;
       const BackwardPlace place = place_of(item);
       const int key0 = place.key_tile * Tile::kKeys;
       const BackwardSteps<kInOrder> steps(in.first_query(key0) / Tile::kQueries, all_tiles,
@@ -284,8 +293,12 @@ struct BackwardHopperBlock {
     }
     barrier_arrive(&full);
   }
+  __device__ bool is_drawn_from_the_first(int all_items) const {
+    return kInOrder && static_cast<int>(gridDim.x) < all_items;
+  }
+  /// The next item: behind those that were not drawn.
   __device__ int draw(int all_items) const {
-    const int first = static_cast<int>(gridDim.x);
+    const int first = is_drawn_from_the_first(all_items) ? 0 : static_cast<int>(gridDim.x);
     return first < all_items ? first + static_cast<int>(atomicAdd(in.drawn, 1u)) : all_items;
   }
 
