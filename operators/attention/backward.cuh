@@ -40,7 +40,7 @@ class BackwardLaunches {
         shape_(shape),
         scale_(scale),
         splits_(is_hopper() ? splits() : 1),
-        whole_(is_hopper() && shape.width <= 128 && shape.keys <= kBackwardKeys &&
+        whole_(is_hopper() && shape.keys <= kBackwardKeys &&
                (!shape.causal || shape.queries <= shape.keys)),
         counted_(in_order && !whole_ ? counts() : 0),
         counts_(caller.workspace.any<unsigned>(static_cast<size_t>(counted_ + 1))),
@@ -92,7 +92,7 @@ class BackwardLaunches {
     };
     const BackwardMaps maps{of_queries(in.Q, in.q), of_queries(in.d_out, in.d_o),
                             of_keys(in.K, in.k), of_keys(in.V, in.v)};
-    start<Tile::kWidth>(in, kInOrder ? 0 : rows_of_sums());
+    start<Tile::kWidth>(in, kInOrder || whole_ ? 0 : rows_of_sums());
     launch_clusters_on(stream_, kernel, Tile::kBlocks, true,
                        blocks_for(items<Tile>() * Tile::kBlocks, 1), Tile::kThreads, kBytes, maps,
                        in);

@@ -260,6 +260,14 @@ struct BackwardWideBlock {
     const int thread = threadIdx.x % 128;
     const int number = part_of(step) + 2 * rank + consumer;
     float* const to = in.dq_sums + int64_t{number} * Tile::kPartFloats;
+    if (in.whole) {
+      const int head = place.kv_head * in.group + steps.of_group(step);
+      const int query0 = steps.tile(step) * Tile::kQueries, col0 = 64 * (2 * rank + consumer);
+      T* const dQ = in.dQ + place.batch * in.dq.batch + head * in.dq.head;
+      store_rows(part, in.scale, dQ + query0 * in.dq.row + col0, in.dq.row, in.queries - query0,
+                 in.width - col0);
+      return;
+    }
     if constexpr (!Tile::kByCopies) {
 #pragma unroll
       for (int i = 0; i < part.size() / 4; ++i) {
@@ -303,6 +311,7 @@ struct BackwardWideBlock {
   }
   /// A thread that adds a consumer's parts in order, as BackwardHopperBlock's.
   __device__ void add_in_order(int of_consumer) const {
+    if (in.whole) return;
     const float* const from = &shared.parts[of_consumer][0][0].x;
     const auto before = static_cast<unsigned>(place.key_tile);
     const auto part = [&](int step) { return part_of(step) + 2 * rank + of_consumer; };
