@@ -11,12 +11,14 @@
 #include "operators/attention/backward_hopper.cuh"
 #include "operators/attention/backward_portable.cuh"
 #include "operators/attention/backward_wide.cuh"
+#include "operators/attention/estimate.h"
 #include "operators/caller.h"
 
 namespace operators::attention {
 
 /// The most columns of a head, and queries of a tile: dQ is added up in whole tiles.
 inline constexpr int64_t kBackwardWidth = 256, kBackwardQueries = 128;
+inline constexpr int64_t kBackwardKeys = 128;  ///< of an item, on Hopper
 
 /// Where the operands of the gradients are, and how they lie.
 template <typename T>
@@ -37,9 +39,16 @@ class BackwardLaunches {
       : memory_(memory),
         shape_(shape),
         scale_(scale),
-        counts_(caller.workspace.any<unsigned>(static_cast<size_t>(in_order ? counts() : 0))),
+        splits_(is_hopper() ? splits() : 1),
+        whole_(is_hopper() && shape.keys <= kBackwardKeys &&
+               (!shape.causal || shape.queries <= shape.keys)),
+        counted_(in_order && !whole_ ? counts() : 0),
+        counts_(caller.workspace.any<unsigned>(static_cast<size_t>(counted_ + 1))),
         row_sums_(caller.workspace.any<float>(static_cast<size_t>(rows()))),
-        dq_sums_(caller.workspace.any<float>(static_cast<size_t>(rows_of_sums() * tile_width()))),
+        dq_sums_(caller.workspace.any<float>(
+            static_cast<size_t>(whole_ ? 0 : rows_of_sums() * tile_width()))),
+        kv_sums_(caller.workspace.any<float>(
+            static_cast<size_t>(splits_ > 1 ? splits_ * sums_of_keys() : 0))),
         stream_(caller.stream) {}
 
   template <class Tile, bool kInOrder>
@@ -47,21 +56,21 @@ class BackwardLaunches {
     constexpr int kBytes = sizeof(BackwardHopperShared<Tile>);
     const auto kernel = attention_backward_hopper<Tile, kInOrder>;
     allow_shared_bytes(kernel, kBytes);
-    const BackwardOperands<T> in = operands<Tile>(1);
+    const BackwardOperands<T> in = operands<Tile>(kInOrder, multiprocessors());
     const int64_t B = shape_.batch, S = shape_.queries, keys = shape_.keys, g = shape_.group();
     const int64_t heads = shape_.kv_heads, width = shape_.width;
     const auto of_queries = [&](const T* tensor, const Strides& by) {
       return AttentionMaps::map<T>(tensor, by, B, S, heads, g, width, 1, Tile::kQueries);
     };
-    const auto of_keys = [&](const T* tensor, const Strides& by, unsigned box_rows) {
-      return AttentionMaps::map<T>(tensor, by, B, keys, heads, 1, width, 1, box_rows);
+    const auto of_keys = [&](const T* tensor, const Strides& by) {
+      return AttentionMaps::map<T>(tensor, by, B, keys, heads, 1, width, 1, Tile::kKeys);
     };
-    const BackwardMaps maps{of_queries(in.Q, in.q),    of_queries(in.d_out, in.d_o),
-                            of_keys(in.K, in.k, 128),  of_keys(in.V, in.v, 128),
-                            of_keys(in.dK, in.dk, 64), of_keys(in.dV, in.dv, 64)};
-    start<Tile::kWidth>(in, kInOrder ? 0 : rows_of_sums(), kInOrder ? counts() : 0);
-    launch_clusters_on(stream_, kernel, 1, true, blocks_of<Tile, kInOrder>(), Tile::kThreads,
-                       kBytes, maps, in);
+    const BackwardMaps maps{of_queries(in.Q, in.q), of_queries(in.d_out, in.d_o),
+                            of_keys(in.K, in.k), of_keys(in.V, in.v)};
+    start<Tile::kWidth>(in, kInOrder || whole_ ? 0 : rows_of_sums());
+    const int64_t blocks = std::min<int64_t>(items<Tile>(), multiprocessors());
+    launch_clusters_on(stream_, kernel, 1, true, blocks_for(blocks, 1), Tile::kThreads, kBytes,
+                       maps, in);
     finish<Tile>(in);
   }
 
@@ -71,7 +80,7 @@ class BackwardLaunches {
     constexpr int kBytes = sizeof(BackwardWideShared<Tile>);
     const auto kernel = attention_backward_wide<Tile, kInOrder>;
     allow_shared_bytes(kernel, kBytes);
-    const BackwardOperands<T> in = operands<Tile, Tile::kBlocks>(1);
+    const BackwardOperands<T> in = operands<Tile>(kInOrder, multiprocessors() / Tile::kBlocks);
     const int64_t B = shape_.batch, S = shape_.queries, keys = shape_.keys, g = shape_.group();
     const int64_t heads = shape_.kv_heads, width = shape_.width;
     const auto of_queries = [&](const T* tensor, const Strides& by) {
@@ -82,11 +91,10 @@ class BackwardLaunches {
       return AttentionMaps::map<T>(tensor, by, B, keys, heads, 1, width, 1, Tile::kKeys);
     };
     const BackwardMaps maps{of_queries(in.Q, in.q), of_queries(in.d_out, in.d_o),
-                            of_keys(in.K, in.k),    of_keys(in.V, in.v),
-                            of_keys(in.dK, in.dk),  of_keys(in.dV, in.dv)};
-    start<Tile::kWidth>(in, kInOrder ? 0 : rows_of_sums(), kInOrder ? counts() : 0);
+                            of_keys(in.K, in.k), of_keys(in.V, in.v)};
+    start<Tile::kWidth>(in, kInOrder || whole_ ? 0 : rows_of_sums());
     launch_clusters_on(stream_, kernel, Tile::kBlocks, true,
-                       blocks_of<Tile, kInOrder, Tile::kBlocks>(), Tile::kThreads, kBytes, maps,
+                       blocks_for(items<Tile>() * Tile::kBlocks, 1), Tile::kThreads, kBytes, maps,
                        in);
     finish<Tile>(in);
   }
@@ -95,12 +103,14 @@ class BackwardLaunches {
   void launch_portable() const {
     constexpr int kBytes = sizeof(BackwardShared<Tile>);
     allow_shared_bytes(attention_backward_portable<Tile, kInOrder>, kBytes);
-    const BackwardOperands<T> in = operands<Tile>(Tile::kBlocks);
-    start<Tile::kWidth>(in, rows_of_sums(), kInOrder ? counts() : 0);
+    const BackwardOperands<T> in =
+        operands<Tile>(kInOrder, int64_t{Tile::kBlocks} * multiprocessors());
+    start<Tile::kWidth>(in, rows_of_sums());
     attention_backward_portable<Tile, kInOrder>
-        <<<blocks_of<Tile, kInOrder>(), Tile::kThreads, kBytes, stream_>>>(in);
+        <<<portable_blocks<Tile, kInOrder>(), Tile::kThreads, kBytes, stream_>>>(in);
     attention_finish_dq<T, Tile::kWidth>
-        <<<blocks_for(rows(), kBlockRows), kRowThreads, 0, stream_>>>(in, static_cast<int>(rows()));
+        <<<blocks_for(rows(), kBlockRows<Tile::kWidth>), kRowThreads, 0, stream_>>>(
+            in, static_cast<int>(rows()));
   }
 
  private:
@@ -115,11 +125,34 @@ class BackwardLaunches {
 
   int64_t sequences() const { return shape_.kv_heads * shape_.batch; }
 
-  /// In order they are in a row. kCluster: how many blocks have neighbouring keys, and are a
-  /// cluster.
-  template <class Tile, bool kInOrder, unsigned kCluster = 1>
-  dim3 blocks_of() const {
-    const unsigned tiles = blocks_for(shape_.keys, Tile::kKeys * kCluster) * kCluster;
+  /// Tiles of keys, of Hopper's kernels.
+  int64_t key_tiles() const { return ceil_div(shape_.keys, kBackwardKeys); }
+  /// How many numbers a split leaves.
+  int64_t sums_of_keys() const {
+    return 2 * sequences() * key_tiles() * kBackwardKeys * tile_width();
+  }
+  /// Among how many blocks, or clusters, of Hopper's kernels the steps of an item are divided.
+  int64_t splits() const {
+    const int64_t tile = shape_.width <= 64 ? 128 : 64;
+    const double steps = static_cast<double>(shape_.group() * ceil_div(shape_.queries, tile));
+    const double share =
+        shape_.pairs() / (static_cast<double>(shape_.queries) * static_cast<double>(shape_.keys));
+    return backward_splits({.items = static_cast<double>(sequences() * key_tiles()),
+                            .steps = steps,
+                            .mean_steps = std::max(1.0, steps * share),
+                            .places = multiprocessors() / (shape_.width <= 128 ? 1.0 : 2.0),
+                            .bytes = 8.0 * kBackwardKeys * static_cast<double>(tile_width())});
+  }
+  template <class Tile>
+  int64_t items() const {
+    static_assert(keys_of_item<Tile> == kBackwardKeys);
+    return sequences() * key_tiles() * splits_;
+  }
+
+  /// In order they are in a row.
+  template <class Tile, bool kInOrder>
+  dim3 portable_blocks() const {
+    const unsigned tiles = blocks_for(shape_.keys, Tile::kKeys);
     if (kInOrder) return {tiles * static_cast<unsigned>(sequences())};
     const int64_t rows = std::min<int64_t>(sequences(), 1 << 15);
     return {tiles, static_cast<unsigned>(rows), blocks_for(sequences(), rows)};
@@ -127,38 +160,46 @@ class BackwardLaunches {
 
   /// D, and zeros for rows of the sums, and for counts.
   template <int kWidth>
-  void start(const BackwardOperands<T>& in, int64_t zeros, int64_t counts) const {
+  void start(const BackwardOperands<T>& in, int64_t zeros) const {
+    const int64_t counts = counted_ + 1;
     attention_row_sums<T, kWidth>
-        <<<blocks_for(std::max({rows(), zeros, counts}), kBlockRows), kRowThreads, 0, stream_>>>(
-            in, static_cast<int>(rows()), static_cast<int>(zeros), static_cast<int>(counts));
+        <<<blocks_for(std::max({rows(), zeros, counts}), kBlockRows<kWidth>), kRowThreads, 0,
+           stream_>>>(in, static_cast<int>(rows()), static_cast<int>(zeros),
+                      static_cast<int>(counts));
   }
 
-  /// dQ from the parts of Hopper's kernels.
+  /// dQ from the parts of Hopper's kernels, and dK and dV from their splits.
   template <class Tile>
   void finish(const BackwardOperands<T>& in) const {
     const int64_t tiles = ceil_div(shape_.queries, int64_t{Tile::kQueries});
-    const int64_t parts = parts_of_tile<Tile> * tiles * shape_.heads * shape_.batch;
-    launch_clusters_on(stream_, attention_finish_parts<Tile>, 1, true, blocks_for(parts, 1), 128, 0,
-                       in);
+    const int64_t parts = whole_ ? 0 : parts_of_tile<Tile> * tiles * shape_.heads * shape_.batch;
+    const int64_t of_keys = splits_ > 1 ? sums_of_keys() / (64 * 64) : 0;
+    if (parts + of_keys == 0) return;
+    launch_clusters_on(stream_, attention_finish_parts<Tile>, 1, true,
+                       blocks_for(parts + of_keys, 1), 128, 0, in, static_cast<int>(parts));
   }
 
   /// As many sequences side by side, in order, as make a block for each place, and as let two steps
   /// pass from the start of one of a sequence's blocks to that of the next one: it takes about a
   /// step until the next block may add to the same part. Then as many more as make groups of equal
   /// size: in a small last group blocks would wait for each other, and multiprocessors be idle.
-  template <class Tile, int kCluster>
-  int64_t abreast(int64_t places) const {
-    const int64_t steps = shape_.group() * ceil_div(shape_.queries, int64_t{Tile::kQueries});
+  ///
+  /// With causal the first tiles of a sequence have the most steps. In any order, too, they should
+  /// not be the last that start, so there are as many sequences side by side; but else one.
+  template <class Tile>
+  int64_t abreast(bool in_order, int64_t places) const {
+    if (!in_order && !shape_.causal) return 1;
+    const int64_t steps =
+        shape_.group() * ceil_div(shape_.queries, int64_t{Tile::kQueries}) / splits_;
     const int64_t most = std::max<int64_t>(1, shape_.causal ? steps / 2 : steps);
-    const int64_t apart =
-        std::min(2 * ceil_div(shape_.keys, int64_t{Tile::kKeys * kCluster}), most);
+    const int64_t apart = std::min(2 * ceil_div(shape_.keys, int64_t{keys_of_item<Tile>}), most);
     const int64_t least = std::min(sequences(), ceil_div(2 * places, apart));
     return ceil_div(sequences(), sequences() / least);
   }
 
-  /// blocks: that a multiprocessor has at a time.
-  template <class Tile, int kCluster = 1>
-  BackwardOperands<T> operands(int blocks) const {
+  /// places: how many items the device has at a time.
+  template <class Tile>
+  BackwardOperands<T> operands(bool in_order, int64_t places) const {
     const auto narrow = [](int64_t value) { return static_cast<int>(value); };
     return {
         {memory_.Q, memory_.K, memory_.V, memory_.out, memory_.log_sums, memory_.q, memory_.k,
@@ -170,20 +211,27 @@ class BackwardLaunches {
         memory_.dV,
         row_sums_,
         dq_sums_,
+        kv_sums_,
         counts_,
+        counts_ + counted_,
         memory_.d_o,
         memory_.dq,
         memory_.dk,
         memory_.dv,
         narrow(sequences()),
-        narrow(abreast<Tile, kCluster>(int64_t{blocks} * multiprocessors() / kCluster))};
+        narrow(abreast<Tile>(in_order, places)),
+        narrow(splits_),
+        whole_};
   }
 
   BackwardMemory<T> memory_;
   AttentionShape shape_;
   float scale_;
+  int64_t splits_;
+  bool whole_;
+  int64_t counted_;  // parts of dQ, of which each has a count
   Memory<unsigned> counts_;
-  Memory<float> row_sums_, dq_sums_;
+  Memory<float> row_sums_, dq_sums_, kv_sums_;
   cudaStream_t stream_;
 };
 

@@ -1,9 +1,12 @@
 // The gradients of attention on Hopper: *reduce-add* and, in order, *deterministic* of
 // bonus_attention_backward.cu for rows that lie anywhere, of any width up to 128.
 //
-// A block owns 128 keys of a head of K and V, and its dK and dV. A producer warp has the copy
-// engine bring K and V once, and then tiles of Q and d_out to the stages of a pipeline; it loads
-// the tile's logarithms and D itself, and says which tile it is. Two consumers, a warpgroup each,
+// An item is 128 keys of a head of K and V, with their dK and dV, and the queries that see them.
+// There is a block for each multiprocessor, and it goes from item to item: what it loads for the
+// next one comes while it is busy with this one. A producer warp has the copy engine bring K and V
+// once an item, and then tiles of Q and d_out to the stages of a pipeline; it loads the tile's
+// logarithms and D itself, and says which tile it is. There are two places for K, which is read
+// until an item's end; V is free a little sooner, and has one. Two consumers, a warpgroup each,
 // have 64 of the keys. P^T and dS^T are left factors in registers; right factors are read where
 // they lie, along their rows for the logits and for dP, and across them for dV and dK.
 //
@@ -15,7 +18,13 @@
 // While the products for dV run, a consumer computes dS; while those for dK run, the copy engine
 // adds its part of dQ to the sums in memory. No one but attention_finish_parts reads these, so they
 // lie as they lie in registers: a part is 64 x 64 numbers, element i / 4 of thread t is four of
-// them, and for each i / 4 those of a consumer's 128 threads are neighbours.
+// them, and for each i / 4 those of a consumer's 128 threads are neighbours. If there is only one
+// tile of keys, a part is dQ itself, and goes there at once.
+//
+// dK and dV leave from registers, too: four lanes exchange what they have of four groups of eight
+// columns, and each stores one of these, 16 bytes. Few heads of K and V with few keys are fewer
+// items than there are multiprocessors. Then the queries of an item are divided among several, its
+// splits, and their sums, as they lie in registers, are added up by attention_finish_parts.
 //
 // In order, two warps beside the producer take the consumers' parts from shared memory, and have
 // the copy engine add each when those of the keys before are there (BackwardPlace). The block of
@@ -32,36 +41,127 @@ struct BackwardHopperTile {
   using T = T_;
   static constexpr int kWidth = kWidth_, kKeys = 128, kQueries = kWidth == 64 ? 128 : 64;
   static constexpr int kBoxes = kWidth / kBoxCols, kStages = 2, kThreads = 384;
+  static constexpr int kBlocks = 1;            // that share an item
   static constexpr int kPartFloats = 64 * 64;  // of dQ: what a consumer has of a tile of queries
   // Of 168 a thread. Each width has few to spare: with 24 a producer of 128 queries would spill.
   static constexpr int kProducerRegisters = kWidth == 64 ? 40 : 24;
   static constexpr int kConsumerRegisters = kWidth == 64 ? 232 : 240;
 };
 
+/// What a step is, as the producer says it.
+struct BackwardStep {
+  int item, count;  // the step's item, or -1 after the last one; how many steps it has
+  int key_tile;     // the item's
+  int query0;       // where the tile of queries begins
+  int part, next;   // parts of dQ that the tile has: `part` and the one after it; of the next step,
+                    // or -1
+};
+
 template <class Tile>
 struct BackwardHopperShared {
   using T = typename Tile::T;
   struct Stage {
-    static constexpr int kLoaded =
-        2 * Tile::kQueries * Tile::kWidth * sizeof(T);  // by the copy engine
     Box<T, Tile::kQueries> Q[Tile::kBoxes], d_out[Tile::kBoxes];
-    float log_sums[Tile::kQueries], row_sums[Tile::kQueries];
-    int query0, part;  // where the tile begins, and which parts of dQ it has: `part` and the next
   };
-  LeftTile<T, Tile::kKeys> K[Tile::kBoxes], V[Tile::kBoxes];
+  LeftTile<T, Tile::kKeys> K[2][Tile::kBoxes], V[Tile::kBoxes];
   Box<T, Tile::kKeys> dS[2][Tile::kQueries / 64];     // transposed: 128 keys by 64 queries each
   float4 parts[2][Tile::kPartFloats / 4 / 128][128];  // of dQ, of each consumer
   Pipeline<Stage, Tile::kStages> pipeline;
-  Barrier KV_full, part_full[2], part_empty[2];
+  // Of each stage, filled by the producer's threads.
+  float log_sums[Tile::kStages][Tile::kQueries], row_sums[Tile::kStages][Tile::kQueries];
+  BackwardStep steps[Tile::kStages];
+  struct {
+    int part, before, next;  // as BackwardStep has them; -1: none follows. How many tiles of keys
+  } posts[2];                // come before. Of each consumer, for the warp that adds in order.
+  Barrier K_full[2], K_empty[2], V_full, V_empty, part_full[2], part_empty[2];
 };
 
 /// Of five dimensions each, as AttentionMaps has them. What a box has behind the width is read as
-/// zeros, and not written.
+/// zeros.
 struct BackwardMaps {
-  CUtensorMap Q, d_out, K, V, dK, dV;
+  CUtensorMap Q, d_out, K, V;
+};
+
+/// Where splits leave dK and dV of 64 keys of a sequence: sums of kFloats numbers, as they lie in
+/// registers, those of all splits one after the other.
+template <int kWidth>
+struct KeySums {
+  static constexpr int kFloats = 64 * kWidth;
+
+  /// keys64: number of the 64 keys in all tiles of all sequences.
+  __device__ static int64_t place(int keys64, bool of_dV, int splits, int split) {
+    return ((int64_t{keys64} * 2 + of_dV) * splits + split) * kFloats;
+  }
 };
 
 #if HOPPER_CODE
+/// Rounds a warpgroup's sums, times `factor`, and stores them where `to` begins, in rows `stride`
+/// elements apart; as many as there are `rows` and `cols` there, a multiple of 8. All lanes call it.
+template <typename T, int kCols>
+__device__ __forceinline__ void store_rows(const Sum<kCols>& sum, float factor, T* to,
+                                           int64_t stride, int rows, int cols) {
+  const int lane4 = threadIdx.x % 4;
+#pragma unroll
+  for (int half = 0; half < 2; ++half) {  // rows 8 apart
+    const int row = Sum<kCols>::row(2 * half);
+#pragma unroll
+    for (int col = 0; col < kCols; col += 32) {
+      // A lane has two columns of each of four groups of eight. After two exchanges it has all of
+      // one group.
+      uint32_t pairs[4];
+#pragma unroll
+      for (int group = 0; group < 4; ++group) {
+        const int i = col / 2 + 4 * group + 2 * half;
+        pairs[group] = pack2<T>(factor * sum.elements[i], factor * sum.elements[i + 1]);
+      }
+#pragma unroll
+      for (int apart = 1; apart < 4; apart *= 2) {
+        const bool upper = lane4 & apart;
+#pragma unroll
+        for (int j = 0; j < 2; ++j) {
+          const int low = apart == 1 ? 2 * j : j;
+          uint32_t &a = pairs[low], &b = pairs[low + apart];
+          const uint32_t got = __shfl_xor_sync(0xffffffff, upper ? a : b, apart);
+          upper ? a = got : b = got;
+        }
+      }
+      if (row < rows && col + 8 * lane4 < cols) {
+        *reinterpret_cast<uint4*>(to + row * stride + col + 8 * lane4) =
+            make_uint4(pairs[0], pairs[1], pairs[2], pairs[3]);
+      }
+    }
+  }
+}
+/// The sums of a warpgroup, times `factor`, as they lie in registers.
+template <int kCols>
+__device__ __forceinline__ void store_sums(const Sum<kCols>& sum, float factor, float* to) {
+#pragma unroll
+  for (int i = 0; i < sum.size() / 4; ++i) {
+    const float* const of = &sum.elements[4 * i];
+    reinterpret_cast<float4*>(to)[128 * i + threadIdx.x % 128] =
+        make_float4(factor * of[0], factor * of[1], factor * of[2], factor * of[3]);
+  }
+}
+
+/// dK or dV of 64 keys from `key0` on: to where they belong, or, with splits, where these are added
+/// up.
+template <int kWidth, typename T>
+__device__ __forceinline__ void store_key_sums(const BackwardOperands<T>& in, bool of_dV,
+                                               const Sum<kWidth>& sum, const BackwardPlace& place,
+                                               int key0, int keys_of_tile) {
+  const float factor = of_dV ? 1 : in.scale;
+  if (in.splits > 1) {
+    const int tiles = ceil_div(in.keys, keys_of_tile) * keys_of_tile / 64;
+    const int keys64 = place.sequence * tiles + key0 / 64;
+    store_sums(sum, factor,
+               in.kv_sums + KeySums<kWidth>::place(keys64, of_dV, in.splits, place.split));
+    return;
+  }
+  const Strides& by = of_dV ? in.dv : in.dk;
+  T* const to = (of_dV ? in.dV : in.dK) + place.batch * by.batch + place.kv_head * by.head;
+  store_rows(sum, factor, to + key0 * by.row, by.row, in.keys - key0, in.width);
+}
+
 template <class Tile, bool kInOrder>
 struct BackwardHopperBlock {
   using T = typename Tile::T;
@@ -74,25 +174,17 @@ struct BackwardHopperBlock {
   const BackwardMaps& maps;
   const BackwardOperands<T>& in;
   int consumer = static_cast<int>(threadIdx.x) / 128 - 1;
-  int all_tiles = ceil_div(in.queries, Tile::kQueries);  // of queries
-  BackwardPlace place;
-  int key0, own_key0;
-  BackwardSteps<kInOrder> steps;
 
   __device__ BackwardHopperBlock(char* bytes, const BackwardMaps& of,
                                  const BackwardOperands<T>& operands)
-      : shared(*reinterpret_cast<Shared*>(bytes)),
-        maps(of),
-        in(operands),
-        place(BackwardPlace::of_block<kInOrder>(in, Tile::kKeys)),
-        key0(place.key_tile * Tile::kKeys),
-        own_key0(key0 + 64 * consumer) {
-    const int tile0 = in.first_query(key0) / Tile::kQueries;
-    steps = {tile0, all_tiles - tile0, in.group};
+      : shared(*reinterpret_cast<Shared*>(bytes)), maps(of), in(operands) {
     if (threadIdx.x == 0) {
       prepare(shared.pipeline, 2, 1 + 32);  // the copy engine's bytes, and a warp, fill a stage
-      barrier_init(&shared.KV_full, 1);
-      for (int i = 0; kInOrder && i < 2; ++i) {
+      barrier_init(&shared.V_full, 1);
+      barrier_init(&shared.V_empty, 2);
+      for (int i = 0; i < 2; ++i) {
+        barrier_init(&shared.K_full[i], 1);
+        barrier_init(&shared.K_empty[i], 2);
         barrier_init(&shared.part_full[i], 4);  // the warps of a consumer
         barrier_init(&shared.part_empty[i], 1);
       }
@@ -101,57 +193,113 @@ struct BackwardHopperBlock {
     __syncthreads();
   }
 
-  /// The first of a step's two parts.
-  __device__ int part_of(int step) const {
-    const int head = place.sequence * in.group + steps.of_group(step);  // through all batches
-    return 2 * (head * all_tiles + steps.tile(step));
+  __device__ BackwardPlace place_of(int item) const {
+    return BackwardPlace::of_item(in, item, Tile::kKeys);
   }
+  __device__ int items() const { return in.sequences * ceil_div(in.keys, Tile::kKeys) * in.splits; }
 
   /// The producer warp. One thread starts the copies; all load logarithms and D. Where there is no
   /// query, and where a query sees no key or only logits of -infinity, P has to be 0: the logarithm
   /// becomes +infinity.
+  ///
+  /// A block's first item has its own number, and further ones are drawn from a counter in memory:
+  /// an item of few steps, as with causal, is followed by another one sooner. In order, if there
+  /// are more items than blocks, all are drawn. An item waits for those of lower numbers, and these
+  /// must not belong to a block that has found no room yet beside another launch.
   __device__ void bring() const {
-    const int lane = threadIdx.x % 32;
+    const int lane = threadIdx.x % 32, all_tiles = ceil_div(in.queries, Tile::kQueries);
+    const int all_items = items();
     const uint64_t policy = evict_normal();
     Writer writer(shared.pipeline);
-    if (lane == 0) {
-      barrier_arrive_expect(&shared.KV_full, sizeof shared.K + sizeof shared.V);
-      for (int box = 0; box < Tile::kBoxes; ++box) {
-        const int at[5] = {kBoxCols * box, 0, key0, place.kv_head, place.batch};
-        tensor_load(shared.K[box].row(0), &maps.K, at, &shared.KV_full, policy);
-        tensor_load(shared.V[box].row(0), &maps.V, at, &shared.KV_full, policy);
-      }
+    int drawn = static_cast<int>(blockIdx.x);
+    bool waited = is_drawn_from_the_first(all_items);
+    if (waited) {
+      wait_for_previous_kernel();
+      if (lane == 0) drawn = draw(all_items);
     }
-    for (int step = 0; step < steps.count(); ++step) {
-      const int of_group = steps.of_group(step), query0 = steps.tile(step) * Tile::kQueries;
-      Stage& stage = writer.wait();  // each lane for itself, as it will write
-      Barrier& full = shared.pipeline.full[writer.ring.stage];
-      if (lane > 0) {
-        writer.ring.advance();
-      } else {
-        writer.put([&](Stage& to, Barrier* arrived) {
-          for (int box = 0; box < Tile::kBoxes; ++box) {
-            const int at[5] = {kBoxCols * box, of_group, query0, place.kv_head, place.batch};
-            tensor_load(to.Q[box].row(0), &maps.Q, at, arrived, policy);
-            tensor_load(to.d_out[box].row(0), &maps.d_out, at, arrived, policy);
+    for (int n = 0;;) {
+      const int item = __shfl_sync(0xffffffff, drawn, 0);
+      if (item >= all_items) break;
+      const BackwardPlace place = place_of(item);
+      const int key0 = place.key_tile * Tile::kKeys;
+      const BackwardSteps<kInOrder> steps(in.first_query(key0) / Tile::kQueries, all_tiles,
+                                          in.group, place.split, in.splits);
+      const int count = steps.count(), head0 = place.sequence * in.group;
+      const auto part_of = [&](int step) {
+        return 2 * ((head0 + steps.of_group(step)) * all_tiles + steps.tile(step));
+      };
+      if (lane == 0 && count > 0) {
+        Barrier* const full = &shared.K_full[n % 2];
+        barrier_wait(&shared.K_empty[n % 2], n / 2 % 2 ^ 1);
+        barrier_arrive_expect(full, sizeof shared.K[0]);
+        for (int box = 0; box < Tile::kBoxes; ++box) {
+          const int at[5] = {kBoxCols * box, 0, key0, place.kv_head, place.batch};
+          tensor_load(shared.K[n % 2][box].row(0), &maps.K, at, full, policy);
+        }
+      }
+      for (int step = 0; step < count; ++step) {
+        const int of_group = steps.of_group(step), query0 = steps.tile(step) * Tile::kQueries;
+        writer.wait();  // each lane for itself, as it will write
+        const int at_stage = writer.ring.stage;
+        Barrier& full = shared.pipeline.full[at_stage];
+        if (lane > 0) {
+          writer.ring.advance();
+        } else {
+          writer.put([&](Stage& to, Barrier* arrived) {
+            for (int box = 0; box < Tile::kBoxes; ++box) {
+              const int at[5] = {kBoxCols * box, of_group, query0, place.kv_head, place.batch};
+              tensor_load(to.Q[box].row(0), &maps.Q, at, arrived, policy);
+              tensor_load(to.d_out[box].row(0), &maps.d_out, at, arrived, policy);
+            }
+          });
+          if (step == 0) {
+            barrier_wait(&shared.V_empty, n % 2 ^ 1);
+            barrier_arrive_expect(&shared.V_full, sizeof shared.V);
+            for (int box = 0; box < Tile::kBoxes; ++box) {
+              const int at[5] = {kBoxCols * box, 0, key0, place.kv_head, place.batch};
+              tensor_load(shared.V[box].row(0), &maps.V, at, &shared.V_full, policy);
+            }
           }
-        });
-      }
-      if (step == 0) wait_for_previous_kernel();
-      if (lane == 0) {
-        stage.query0 = query0;
-        stage.part = part_of(step);
-      }
-      const int row = (place.sequence * in.group + of_group) * in.queries + query0;
+          shared.steps[at_stage] = {item,           count,
+                                    place.key_tile, query0,
+                                    part_of(step),  step + 1 < count ? part_of(step + 1) : -1};
+        }
+        if (!waited) wait_for_previous_kernel();
+        waited = true;
+        const int row = (head0 + of_group) * in.queries + query0;
 #pragma unroll
-      for (int i = lane; i < Tile::kQueries; i += 32) {
-        const bool exists = query0 + i < in.queries;
-        const float log_sum = exists ? in.log_sums[row + i] : minus_infinity();
-        stage.log_sums[i] = log_sum == minus_infinity() ? -minus_infinity() : log_sum * kLog2E;
-        stage.row_sums[i] = exists ? in.row_sums[row + i] : 0;
+        for (int i = lane; i < Tile::kQueries; i += 32) {
+          const bool exists = query0 + i < in.queries;
+          const float log_sum = exists ? in.log_sums[row + i] : minus_infinity();
+          shared.log_sums[at_stage][i] =
+              log_sum == minus_infinity() ? -minus_infinity() : log_sum * kLog2E;
+          shared.row_sums[at_stage][i] = exists ? in.row_sums[row + i] : 0;
+        }
+        barrier_arrive(&full);
+        // Not sooner than it has to be: who has long items should not draw many.
+        if (lane == 0 && step == max(0, count - 3)) drawn = draw(all_items);
       }
+      n += count > 0;
+      if (count > 0) continue;
+      if (!waited) wait_for_previous_kernel();
+      waited = true;
+      if (lane == 0) drawn = draw(all_items);
+    }
+    writer.wait();
+    Barrier& full = shared.pipeline.full[writer.ring.stage];
+    if (lane == 0) {
+      shared.steps[writer.ring.stage].item = -1;
       barrier_arrive(&full);
     }
+    barrier_arrive(&full);
+  }
+  __device__ bool is_drawn_from_the_first(int all_items) const {
+    return kInOrder && static_cast<int>(gridDim.x) < all_items;
+  }
+  /// The next item: behind those that were not drawn.
+  __device__ int draw(int all_items) const {
+    const int first = is_drawn_from_the_first(all_items) ? 0 : static_cast<int>(gridDim.x);
+    return first < all_items ? first + static_cast<int>(atomicAdd(in.drawn, 1u)) : all_items;
   }
 
   /// product = left right^T: 64 keys of K or V by the rows of Q or d_out.
@@ -164,15 +312,15 @@ struct BackwardHopperBlock {
           left[box].rows(64 * consumer), AlongK<T>{descriptor_a(right[box].elements)}, box > 0);
     }
   }
-  /// Logits become P; for keys that a query does not see it is 0.
-  __device__ __forceinline__ void to_probabilities(Product& P, const Stage& stage) const {
+  /// Logits become P; for keys, of those from own_key0 on, that a query does not see it is 0.
+  __device__ __forceinline__ void to_probabilities(Product& P, int stage, int own_key0) const {
     const float scale = in.scale * kLog2E;
+    const float* const log_sums = shared.log_sums[stage];
 #pragma unroll
     for (int i = 0; i < P.size(); ++i) {
-      P.elements[i] =
-          exp2_approximate(fmaf(P.elements[i], scale, -stage.log_sums[Product::col(i)]));
+      P.elements[i] = exp2_approximate(fmaf(P.elements[i], scale, -log_sums[Product::col(i)]));
     }
-    const int query0 = stage.query0;
+    const int query0 = shared.steps[stage].query0;
     if (own_key0 + 64 <= in.limit(query0)) return;
 #pragma unroll
     for (int i = 0; i < P.size(); ++i) {
@@ -188,31 +336,45 @@ struct BackwardHopperBlock {
   }
   /// dP becomes dS = P (dP - D). With a width of 64 the registers of P are needed: there dS is
   /// computed from P as the tensor cores get it, rounded.
-  __device__ __forceinline__ static void to_gradients(Product& dS, const Product& P,
-                                                      const Factor& rounded, const Stage& stage) {
+  __device__ __forceinline__ void to_gradients(Product& dS, const Product& P, const Factor& rounded,
+                                               int stage) const {
+    const float* const row_sums = shared.row_sums[stage];
 #pragma unroll
     for (int i = 0; i < dS.size(); i += 2) {
       const auto& pair = reinterpret_cast<const T(&)[2]>(rounded.slices[i / 8][i / 2 % 4]);
 #pragma unroll
       for (int j = 0; j < 2; ++j) {
         const float p = kWidth == 64 ? static_cast<float>(pair[j]) : P.elements[i + j];
-        dS.elements[i + j] = p * (dS.elements[i + j] - stage.row_sums[Product::col(i + j)]);
+        dS.elements[i + j] = p * (dS.elements[i + j] - row_sums[Product::col(i + j)]);
       }
     }
   }
   /// The consumer's part of dQ = dS K, of all 128 keys.
-  __device__ __forceinline__ void start_part(Sum<64>& part, int step) const {
+  __device__ __forceinline__ void start_part(Sum<64>& part, const LeftTile<T, Tile::kKeys>* K,
+                                             int stage) const {
     const bool halves = kWidth == 64;  // of the queries, or else of the columns
     part.template start_product<Tile::kKeys / 16>(
-        shared.dS[step % 2][halves ? consumer : 0].across_k(),
-        shared.K[halves ? 0 : consumer].across_k(), false);
+        shared.dS[stage][halves ? consumer : 0].across_k(), K[halves ? 0 : consumer].across_k(),
+        false);
   }
-  __device__ __forceinline__ void add_part(const Sum<64>& part, int step,
-                                           const Stage& stage) const {
+  /// To dQ, if it is whole, or to where the parts of other keys are added to it. As there are two
+  /// stages, a step's stage is also the parity of how many steps there were before.
+  __device__ __forceinline__ void add_part(const Sum<64>& part, int stage) const {
+    static_assert(Tile::kStages == 2);
     const int thread = threadIdx.x % 128;
+    const BackwardStep& step = shared.steps[stage];
+    if (in.whole) {
+      const int head = step.part / 2 / ceil_div(in.queries, Tile::kQueries);
+      const int query0 = step.query0 + (kWidth == 64 ? 64 * consumer : 0);
+      const int col0 = kWidth == 64 ? 0 : 64 * consumer;
+      T* const to = in.dQ + head / in.heads * in.dq.batch + head % in.heads * in.dq.head;
+      store_rows(part, in.scale, to + query0 * in.dq.row + col0, in.dq.row, in.queries - query0,
+                 in.width - col0);
+      return;
+    }
     // The part before has left.
     if constexpr (kInOrder) {
-      barrier_wait(&shared.part_empty[consumer], step % 2 ^ 1);
+      barrier_wait(&shared.part_empty[consumer], stage ^ 1);
     } else {
       if (thread == 0) tensor_store_wait_read<0>();
       named_barrier(2 + consumer, 128);
@@ -224,60 +386,127 @@ struct BackwardHopperBlock {
     }
     shared_fence();
     if constexpr (kInOrder) {
-      __syncwarp();
-      if (thread % 32 == 0) barrier_arrive(&shared.part_full[consumer]);
+      const int next = step.next < 0 ? -1 : step.next + consumer;
+      post(step.part + consumer, step.key_tile, next);
     } else {
       named_barrier(2 + consumer, 128);
       if (thread == 0) {
-        bulk_add(in.dq_sums + int64_t{stage.part + consumer} * Tile::kPartFloats,
+        bulk_add(in.dq_sums + int64_t{step.part + consumer} * Tile::kPartFloats,
                  &shared.parts[consumer][0][0].x, sizeof shared.parts[consumer]);
         tensor_store_commit();
       }
     }
   }
+  /// Tells the warp that adds the consumer's parts.
+  __device__ __forceinline__ void post(int part, int before, int next) const {
+    if (threadIdx.x % 128 == 0) shared.posts[consumer] = {part, before, next};
+    __syncwarp();
+    if (threadIdx.x % 32 == 0) barrier_arrive(&shared.part_full[consumer]);
+  }
   /// A thread that adds a consumer's parts in order. The next step's count is looked at while this
   /// step's part is on its way.
   __device__ void add_in_order(int of_consumer) const {
+    if (in.whole) return;
     const auto& from = shared.parts[of_consumer];
-    const auto before = static_cast<unsigned>(place.key_tile);
     const auto count_of = [&](int part) { return GridCount(in.counts[part]); };
-    bool is_turn = before == 0;
-    for (int step = 0; step < steps.count(); ++step) {
-      const int part = part_of(step) + of_consumer;
-      float* const to = in.dq_sums + int64_t{part} * Tile::kPartFloats;
+    bool is_turn = false;
+    for (int step = 0;; ++step) {
       barrier_wait(&shared.part_full[of_consumer], step % 2);
-      if (!is_turn) wait_for_count(count_of(part), before, "the parts of dQ of the keys before");
+      const auto [part, key_tile, next] = shared.posts[of_consumer];
+      if (part < 0) return;
+      const auto before = static_cast<unsigned>(key_tile);
+      float* const to = in.dq_sums + int64_t{part} * Tile::kPartFloats;
+      if (before > 0 && !is_turn) {
+        wait_for_count(count_of(part), before, "the parts of dQ of the keys before");
+      }
       global_fence();  // the copy engine comes behind what the count says
       before == 0 ? bulk_store(to, &from[0][0].x, sizeof from)
                   : bulk_add(to, &from[0][0].x, sizeof from);
       tensor_store_commit();
       tensor_store_wait_read<0>();
       barrier_arrive(&shared.part_empty[of_consumer]);
-      if (before > 0 && step + 1 < steps.count()) {
-        const int next = part_of(step + 1) + of_consumer;
-        is_turn = count_of(next).load(cuda::memory_order_acquire) >= before;
-      }
+      is_turn =
+          before > 0 && next >= 0 && count_of(next).load(cuda::memory_order_acquire) >= before;
       tensor_store_wait<0>();
       count_of(part).fetch_add(1, cuda::memory_order_release);
     }
   }
-  /// 64 rows of dK or dV, by way of shared memory that nobody reads any longer.
-  __device__ __forceinline__ void store(const Sum<kWidth>& sum, float factor,
-                                        LeftTile<T, Tile::kKeys>* room,
-                                        const CUtensorMap& map) const {
+
+  /// A consumer.
+  __device__ __forceinline__ void compute() const {
+    const BlockGrid<1, 1> alone;
+    Reader reader(shared.pipeline, alone);
+    Sum<kWidth> dK, dV;
+    Product P, dS;
+    Factor P_factor, dS_factor;
+    Sum<64> dQ;
+    constexpr int kOfQueries = Tile::kQueries / 16;
+    for (int n = 0;; ++n) {  // items
+      reader.wait();
+      const auto [item, count, key_tile, query0, part, next] = shared.steps[reader.ring.stage];
+      if (item < 0) break;
+      const int own_key0 = key_tile * Tile::kKeys + 64 * consumer;
+      const auto* const K = shared.K[n % 2];
+      dK = {};
+      dV = {};
+      barrier_wait(&shared.K_full[n % 2], n / 2 % 2);
+      barrier_wait(&shared.V_full, n % 2);
+      const auto go = [&]<bool kHasKeys>() {
+        for (int step = 0; step < count; ++step) {
+          auto& stage = reader.wait();
+          const int at = reader.ring.stage;
+          if constexpr (kHasKeys) {
+            start_transposed(P, K, stage.Q);
+            start_transposed(dS, shared.V, stage.d_out);
+            wgmma_wait<Tile::kBoxes>();  // the logits
+            to_probabilities(P, at, own_key0);
+            to_factor(P_factor, P);
+            dV.template start_product<kOfQueries>(P_factor, stage.d_out[0].across_k(), true);
+            wgmma_wait<1>();  // dP
+            to_gradients(dS, P, P_factor, at);
+            to_factor(dS_factor, dS);
+          } else {
+            dS = {};
+          }
+          if (step + 1 == count) alone.release(shared.V_empty);
 #pragma unroll
-    for (int box = 0; box < Tile::kBoxes; ++box) {
-      auto& own = reinterpret_cast<Box<T, 64>&>(*room[box].row(64 * consumer));
-      Sum<kWidth>::store(own, kBoxCols * box, [&](int i) { return factor * sum.elements[i]; });
-    }
-    shared_fence();
-    named_barrier(2 + consumer, 128);
-    if (threadIdx.x % 128 == 0) {
-      for (int box = 0; box < Tile::kBoxes; ++box) {
-        const int at[5] = {kBoxCols * box, 0, own_key0, place.kv_head, place.batch};
-        tensor_store(&map, at, room[box].row(64 * consumer));
+          for (int box = 0; box < Tile::kQueries / 64; ++box) {
+            auto& own = reinterpret_cast<Box<T, 64>&>(*shared.dS[at][box].row(64 * consumer));
+            dS.store(own, 64 * box, [&](int i) { return dS.elements[i]; });
+          }
+          shared_fence();
+          named_barrier(1, 256);  // all of dS^T is there
+          start_part(dQ, K, at);
+          if constexpr (kHasKeys) {
+            dK.template start_product<kOfQueries>(dS_factor, stage.Q[0].across_k(), true);
+            wgmma_wait<1>();  // dQ
+          } else {
+            wgmma_wait<0>();
+          }
+          if (step + 1 == count) alone.release(shared.K_empty[n % 2]);
+          add_part(dQ, at);
+          wgmma_wait<0>();
+          reader.give_back();
+          reader.next();
+        }
+      };
+      // The last tile may have no keys for the second consumer. It has zeros for dS, and its share
+      // of dQ, and leaves the tensor cores to the first one.
+      if (own_key0 >= in.keys) {
+        go.template operator()<false>();
+        continue;
       }
-      tensor_store_commit();
+      go.template operator()<true>();
+      const BackwardPlace place = place_of(item);
+      store_key_sums(in, true, dV, place, own_key0, Tile::kKeys);
+      store_key_sums(in, false, dK, place, own_key0, Tile::kKeys);
+    }
+    if (in.whole) return;
+    if constexpr (kInOrder) {
+      barrier_wait(&shared.part_empty[consumer], reader.ring.stage ^ 1);
+      post(-1, 0, -1);
+    } else if (threadIdx.x % 128 == 0) {
+      tensor_store_wait_read<0>();
     }
   }
 };
@@ -288,59 +517,19 @@ __global__ void __launch_bounds__(Tile::kThreads, 1)
     attention_backward_hopper(const __grid_constant__ BackwardMaps maps,
                               const __grid_constant__ BackwardOperands<typename Tile::T> in) {
 #if HOPPER_CODE
-  if (!kInOrder && sequence_of_block() >= in.sequences) return;
+  start_next_kernel();
   extern __shared__ __align__(1024) char bytes[];
-  using Block = BackwardHopperBlock<Tile, kInOrder>;
-  const Block block(bytes, maps, in);
-  auto& shared = block.shared;
-  if (warp_of_block() < 4) {
+  const BackwardHopperBlock<Tile, kInOrder> block(bytes, maps, in);
+  const int warp = warp_of_block();
+  if (warp < 4) {
     registers_shrink_to<Tile::kProducerRegisters>();
-    const int warp = warp_of_block();
     if (warp == 0) block.bring();
     if constexpr (kInOrder) {
       if ((warp == 1 || warp == 2) && elect_one()) block.add_in_order(warp - 1);
     }
   } else {
     registers_grow_to<Tile::kConsumerRegisters>();
-    const BlockGrid<1, 1> alone;
-    Reader reader(shared.pipeline, alone);
-    Sum<Tile::kWidth> dK = {}, dV = {};
-    typename Block::Product P, dS;
-    typename Block::Factor P_factor, dS_factor;
-    Sum<64> dQ;
-    constexpr int kOfQueries = Tile::kQueries / 16;
-    barrier_wait(&shared.KV_full, 0);
-    for (int step = 0; step < block.steps.count(); ++step) {
-      auto& stage = reader.wait();
-      block.start_transposed(P, shared.K, stage.Q);
-      block.start_transposed(dS, shared.V, stage.d_out);
-      wgmma_wait<Tile::kBoxes>();  // the logits
-      block.to_probabilities(P, stage);
-      block.to_factor(P_factor, P);
-      dV.template start_product<kOfQueries>(P_factor, stage.d_out[0].across_k(), true);
-      wgmma_wait<1>();  // dP
-      block.to_gradients(dS, P, P_factor, stage);
-      block.to_factor(dS_factor, dS);
-#pragma unroll
-      for (int box = 0; box < Tile::kQueries / 64; ++box) {
-        auto& own = reinterpret_cast<Box<typename Tile::T, 64>&>(
-            *shared.dS[step % 2][box].row(64 * block.consumer));
-        dS.store(own, 64 * box, [&](int i) { return dS.elements[i]; });
-      }
-      shared_fence();
-      named_barrier(1, 256);  // all of dS^T is there
-      block.start_part(dQ, step);
-      dK.template start_product<kOfQueries>(dS_factor, stage.Q[0].across_k(), true);
-      wgmma_wait<1>();  // dQ
-      block.add_part(dQ, step, stage);
-      wgmma_wait<0>();
-      reader.give_back();
-      reader.next();
-    }
-    named_barrier(1, 256);  // K has been read
-    block.store(dV, 1, shared.V, maps.dV);
-    block.store(dK, in.scale, shared.K, maps.dK);
-    if (threadIdx.x % 128 == 0) tensor_store_wait_read<0>();
+    block.compute();
   }
 #endif
 }
@@ -348,39 +537,72 @@ __global__ void __launch_bounds__(Tile::kThreads, 1)
 /// How many parts of 64 x 64 a tile of queries has of dQ.
 template <class Tile>
 inline constexpr int parts_of_tile = Tile::kWidth / 64 * (Tile::kQueries / 64);
+/// How many keys an item has: those of a block, or of a cluster.
+template <class Tile>
+inline constexpr int keys_of_item = Tile::kKeys* Tile::kBlocks;
 
-/// dQ from parts: a block owns one of them, and a thread what a consumer's thread had of it. Tiles
-/// of queries that see no key are zeros, whatever their sums are.
+/// What splits of 64 keys of a sequence, or other keys, have left in registers' order, added up: a
+/// block owns 64 x 64 numbers of it, and a thread what a consumer's thread had of these. The first
+/// blocks have the parts of dQ, whose keys have been added up already, but if dQ has been whole.
+/// Tiles of queries that see no key are zeros, whatever their sums are. The others, with splits,
+/// have 64 columns of dK or dV of 64 keys.
 template <class Tile>
 __global__ void __launch_bounds__(128)
-    attention_finish_parts(BackwardOperands<typename Tile::T> in) {
+    attention_finish_parts(BackwardOperands<typename Tile::T> in, int parts_of_dQ) {
+#if HOPPER_CODE
   using T = typename Tile::T;
-  using Part = Sum<64>;
   constexpr int kSideBySide = Tile::kWidth / 64, kParts = parts_of_tile<Tile>;
-  const int tiles = ceil_div(in.queries, Tile::kQueries);
-  const int part = blockIdx.x % kParts, tile = blockIdx.x / kParts % tiles;
-  const int sequence = blockIdx.x / kParts / tiles;
-  const int head = sequence % in.heads, batch = sequence / in.heads;
-  const int query0 = tile * Tile::kQueries + 64 * (part / kSideBySide);
-  const int col0 = 64 * (part % kSideBySide);
-  T* const dQ = in.dQ + batch * in.dq.batch + head * in.dq.head;
-  const bool is_written = tile >= in.first_query(0) / Tile::kQueries;
+  constexpr int kKeys = keys_of_item<Tile>;
+  const int all_tiles = ceil_div(in.queries, Tile::kQueries);
+  int block = static_cast<int>(blockIdx.x);
+  T* to;
+  int64_t stride;
+  int rows, col0;
+  float scale = in.scale;
+  int splits = 1, steps = 1;  // of these as many as there are steps have left something
+  int64_t apart = 0;
+  const float* from;
+  if (block < parts_of_dQ) {
+    const int part = block % kParts, tile = block / kParts % all_tiles;
+    const int sequence = block / kParts / all_tiles;
+    const int head = sequence % in.heads, batch = sequence / in.heads;
+    const int query0 = tile * Tile::kQueries + 64 * (part / kSideBySide);
+    col0 = 64 * (part % kSideBySide);
+    stride = in.dq.row, rows = in.queries - query0;
+    to = in.dQ + batch * in.dq.batch + head * in.dq.head + query0 * stride;
+    from = in.dq_sums + int64_t{block} * Tile::kPartFloats;
+    if (tile < in.first_query(0) / Tile::kQueries) steps = 0;
+  } else {
+    block -= parts_of_dQ;
+    const int slice = block % kSideBySide, of_dV = block / kSideBySide % 2;
+    const int keys64 = block / kSideBySide / 2, tiles = ceil_div(in.keys, kKeys) * kKeys / 64;
+    const int key0 = keys64 % tiles * 64;
+    const BackwardPlace place(in, key0 / kKeys, 0, keys64 / tiles);
+    const Strides& by = of_dV ? in.dv : in.dk;
+    col0 = 64 * slice;
+    stride = by.row, rows = in.keys - key0;
+    to = (of_dV ? in.dV : in.dK) + place.batch * by.batch + place.kv_head * by.head + key0 * stride;
+    from = in.kv_sums + KeySums<Tile::kWidth>::place(keys64, of_dV, in.splits, 0) + 64 * col0;
+    apart = KeySums<Tile::kWidth>::kFloats;
+    splits = in.splits, scale = 1;
+    const int tile0 = in.first_query(place.key_tile * kKeys) / Tile::kQueries;
+    steps = (all_tiles - tile0) * in.group;
+  }
+  if (rows <= 0) return;
   wait_for_previous_kernel();
-  const float4* const from =
-      reinterpret_cast<const float4*>(in.dq_sums + int64_t{blockIdx.x} * Tile::kPartFloats) +
-      threadIdx.x;
+  Sum<64> sum = {};
+  for (int split = 0; split < splits; ++split) {
+    if (int64_t{steps} * (split + 1) / splits == int64_t{steps} * split / splits) continue;
+    const float4* const own = reinterpret_cast<const float4*>(from + split * apart) + threadIdx.x;
 #pragma unroll
-  for (int i = 0; i < Part::size() / 4; ++i) {
-    const float4 sums = is_written ? from[128 * i] : float4{};
-    const float pairs[2][2] = {{sums.x, sums.y}, {sums.z, sums.w}};
-#pragma unroll
-    for (int half = 0; half < 2; ++half) {  // rows 8 apart
-      const int query = query0 + Part::row(4 * i + 2 * half), col = col0 + Part::col(4 * i);
-      if (query >= in.queries || col >= in.width) continue;
-      *reinterpret_cast<unsigned*>(dQ + query * in.dq.row + col) =
-          pack2<T>(in.scale * pairs[half][0], in.scale * pairs[half][1]);
+    for (int i = 0; i < sum.size() / 4; ++i) {
+      const float4 four = own[128 * i];
+      sum.elements[4 * i] += four.x, sum.elements[4 * i + 1] += four.y;
+      sum.elements[4 * i + 2] += four.z, sum.elements[4 * i + 3] += four.w;
     }
   }
+  store_rows(sum, scale, to + col0, stride, rows, in.width - col0);
+#endif
 }
 
 }  // namespace operators::attention

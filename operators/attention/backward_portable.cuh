@@ -4,6 +4,7 @@
 #pragma once
 
 #include "operators/attention/portable.cuh"
+#include "primitives/early_launch.cuh"
 #include "primitives/neighbours.cuh"
 #include "primitives/spin.cuh"
 
@@ -11,16 +12,19 @@ namespace operators::attention {
 
 /// What a kernel gets. `out` and `log_sums` are read here. row_sums (batch, heads, queries) is D,
 /// the sum of d_out * out over each row of these; dq_sums is where parts of dQ are added up. Where
-/// that happens in order, counts[part] is how many blocks have added to a part of dQ.
+/// that happens in order, counts[part] is how many blocks have added to a part of dQ. Where several
+/// blocks share the steps of a tile of keys, kv_sums is where each leaves its dK and dV (KeySums).
 template <typename T>
 struct BackwardOperands : AttentionOperands<T> {
   const T* d_out;
   T *dQ, *dK, *dV;
-  float *row_sums, *dq_sums;
-  unsigned* counts;
+  float *row_sums, *dq_sums, *kv_sums;
+  unsigned *counts, *drawn;  // drawn: how many items blocks have drawn (BackwardHopperBlock)
   Strides d_o, dq, dk, dv;
   int sequences;  // heads of K and V, of all batches
-  int abreast;    // of these, in order: see BackwardPlace
+  int abreast;    // of these: see BackwardPlace
+  int splits;     // among how many blocks the steps of a tile of keys are divided
+  bool whole;     // one tile has all keys: then a block's part of dQ is dQ
 
   /// The first query that sees key t.
   __device__ int first_query(int t) const {
@@ -36,51 +40,69 @@ struct BackwardOperands : AttentionOperands<T> {
 
 // ---- Before and after ---------------------------------------------------------------------------
 
-// Of widths up to kWidth a warp owns a row, and a lane kWidth / 32 neighbours of it.
-inline constexpr int kRowThreads = 256, kBlockRows = kRowThreads / 32;
+// Of widths up to kWidth a lane owns 8 neighbours of a row, 16 bytes, and as many lanes as that
+// takes own the row.
+inline constexpr int kRowThreads = 256, kRowsAtOnce = 2;
+template <int kWidth>
+inline constexpr int kBlockRows = kRowThreads / (kWidth / 8) * kRowsAtOnce;
 
-/// D of `rows` rows, zeros in so many rows of dq_sums, of kWidth floats, and so many counts of 0.
+/// D of `rows` rows, zeros in so many rows of dq_sums, of kWidth floats, and so many counts of 0. A
+/// thread has kRowsAtOnce rows, and loads what it has of all of them before it uses any of it.
 template <typename T, int kWidth>
 __global__ void __launch_bounds__(kRowThreads)
     attention_row_sums(BackwardOperands<T> in, int rows, int rows_of_zeros, int counts) {
-  constexpr int kOwn = kWidth / 32;
-  const int lane = threadIdx.x % 32, col = kOwn * lane;
-  const int row = static_cast<int>(blockIdx.x) * kBlockRows + threadIdx.x / 32;
-  if (row < rows_of_zeros) {
-    *reinterpret_cast<Neighbours<float, kOwn>*>(in.dq_sums + int64_t{row} * kWidth + col) = {};
-  }
-  if (row < counts && lane == 0) in.counts[row] = 0;
-  if (row >= rows) return;
-  float sum = 0;
-  if (col < in.width) {
-    using Own = const Neighbours<T, kOwn>*;
-    const auto out = *reinterpret_cast<Own>(in.out + in.begin_of(row, in.o) + col);
-    const auto d_out = *reinterpret_cast<Own>(in.d_out + in.begin_of(row, in.d_o) + col);
+  constexpr int kLanes = kWidth / 8, kRows = kRowThreads / kLanes;
+  using Own = Neighbours<T, 8>;
+  start_next_kernel();
+  const int lane = threadIdx.x % kLanes, col = 8 * lane;
+  const int row0 = static_cast<int>(blockIdx.x) * kBlockRows<kWidth> + threadIdx.x / kLanes;
+  Own out[kRowsAtOnce] = {}, d_out[kRowsAtOnce] = {};
 #pragma unroll
-    for (int i = 0; i < kOwn; ++i) {
-      sum += static_cast<float>(out.values[i]) * static_cast<float>(d_out.values[i]);
-    }
+  for (int i = 0; i < kRowsAtOnce; ++i) {
+    const int row = row0 + i * kRows;
+    if (row >= rows || col >= in.width) continue;
+    out[i] = *reinterpret_cast<const Own*>(in.out + in.begin_of(row, in.o) + col);
+    d_out[i] = *reinterpret_cast<const Own*>(in.d_out + in.begin_of(row, in.d_o) + col);
   }
-  sum = lanes_sum<32>(sum);
-  const int head = row % in.heads, rest = row / in.heads;
-  const int query = rest % in.queries, batch = rest / in.queries;
-  if (lane == 0) in.row_sums[(batch * in.heads + head) * in.queries + query] = sum;
+#pragma unroll
+  for (int i = 0; i < kRowsAtOnce; ++i) {
+    const int row = row0 + i * kRows;
+    if (row < rows_of_zeros) {
+      float4* const to = reinterpret_cast<float4*>(in.dq_sums + int64_t{row} * kWidth);
+      to[lane] = to[kLanes + lane] = float4{};
+    }
+    if (row < counts && lane == 0) in.counts[row] = 0;
+    float sum = 0;
+#pragma unroll
+    for (int j = 0; j < 8; ++j) {
+      sum += static_cast<float>(out[i].values[j]) * static_cast<float>(d_out[i].values[j]);
+    }
+    sum = lanes_sum<kLanes>(sum);
+    const int head = row % in.heads, rest = row / in.heads;
+    const int query = rest % in.queries, batch = rest / in.queries;
+    if (row < rows && lane == 0) in.row_sums[(batch * in.heads + head) * in.queries + query] = sum;
+  }
 }
 
 /// dQ: the sums, scaled and rounded. dq_sums is (batch, queries, heads, kWidth).
 template <typename T, int kWidth>
 __global__ void __launch_bounds__(kRowThreads)
     attention_finish_dq(BackwardOperands<T> in, int rows) {
-  constexpr int kOwn = kWidth / 32;
-  const int col = threadIdx.x % 32 * kOwn;
-  const int row = static_cast<int>(blockIdx.x) * kBlockRows + threadIdx.x / 32;
-  if (row >= rows || col >= in.width) return;
-  const auto sums =
-      *reinterpret_cast<const Neighbours<float, kOwn>*>(in.dq_sums + int64_t{row} * kWidth + col);
-  Neighbours<T, kOwn> own;
+  constexpr int kLanes = kWidth / 8, kRows = kRowThreads / kLanes;
+  const int col = threadIdx.x % kLanes * 8;
 #pragma unroll
-  for (int i = 0; i < kOwn; ++i) own.values[i] = T(in.scale * sums.values[i]);
-  *reinterpret_cast<Neighbours<T, kOwn>*>(in.dQ + in.begin_of(row, in.dq) + col) = own;
+  for (int i = 0; i < kRowsAtOnce; ++i) {
+    const int row =
+        static_cast<int>(blockIdx.x) * kBlockRows<kWidth> + threadIdx.x / kLanes + i * kRows;
+    if (row >= rows || col >= in.width) return;
+    const float4* const sums =
+        reinterpret_cast<const float4*>(in.dq_sums + int64_t{row} * kWidth + col);
+    const float4 left = sums[0], right = sums[1];
+    const float scale = in.scale;
+    *reinterpret_cast<uint4*>(in.dQ + in.begin_of(row, in.dq) + col) = make_uint4(
+        pack2<T>(scale * left.x, scale * left.y), pack2<T>(scale * left.z, scale * left.w),
+        pack2<T>(scale * right.x, scale * right.y), pack2<T>(scale * right.z, scale * right.w));
+  }
 }
 
 // ---- Between these ------------------------------------------------------------------------------
@@ -124,45 +146,63 @@ __device__ __forceinline__ int sequence_of_block() {
   return static_cast<int>(blockIdx.z * gridDim.y + blockIdx.y);
 }
 
+/// What a block has to do is an item: the steps of a tile of keys of a sequence, or one of `splits`
+/// shares of them. Items are numbered through `abreast` sequences at a time: through all of their
+/// first tiles, then through their second ones, and so on.
+///
 /// In order, a block adds to a part of dQ after the blocks of the keys before. It waits only for
-/// blocks of lower numbers. If these have started before it, nobody waits forever: of all that have
-/// not ended the one with the lowest number waits for none. GPUs so far start blocks in the order
-/// of their numbers, but CUDA's documentation does not promise it. Numbers go through `abreast`
-/// sequences at a time: through all of their first tiles, then through their second ones, and so
-/// on.
+/// items of lower numbers. If the blocks that have these have started before it, nobody waits
+/// forever: of all items that have not ended the one with the lowest number waits for none. GPUs so
+/// far start blocks in the order of their numbers, but CUDA's documentation does not promise it.
 struct BackwardPlace {
-  int key_tile, kv_head, batch, sequence;
+  int key_tile, split, kv_head, batch, sequence;
 
   template <typename T>
-  __device__ BackwardPlace(const BackwardOperands<T>& in, int tile, int of_sequence)
+  __device__ BackwardPlace(const BackwardOperands<T>& in, int tile, int of_tile, int of_sequence)
       : key_tile(tile),
+        split(of_tile),
         kv_head(of_sequence % (in.heads / in.group)),
         batch(of_sequence / (in.heads / in.group)),
         sequence(of_sequence) {}
 
-  /// kBlocks: of a cluster, which has one place.
-  template <bool kInOrder, int kBlocks = 1, typename T>
-  __device__ static BackwardPlace of_block(const BackwardOperands<T>& in, int keys_of_tile) {
-    const int number = static_cast<int>(blockIdx.x) / kBlocks;
-    if (!kInOrder) return {in, number, sequence_of_block()};
-    const int key_tiles = ceil_div(in.keys, keys_of_tile);
-    const int first = number / (in.abreast * key_tiles) * in.abreast;
-    const int together = min(in.abreast, in.sequences - first), rest = number - first * key_tiles;
-    return {in, rest / together, first + rest % together};
+  template <typename T>
+  __device__ static BackwardPlace of_item(const BackwardOperands<T>& in, int item,
+                                          int keys_of_tile) {
+    const int of_sequence = ceil_div(in.keys, keys_of_tile) * in.splits;
+    const int first = item / (in.abreast * of_sequence) * in.abreast;
+    const int together = min(in.abreast, in.sequences - first), rest = item - first * of_sequence;
+    const int of_tile = rest % (together * in.splits);
+    return {in, rest / (together * in.splits), of_tile % in.splits, first + of_tile / in.splits};
   }
 };
 
 /// A step of a block is a tile of queries of a head of Q, of the heads that share its keys. In
 /// order, the steps of a block are the first ones of those that the block of the keys before has:
-/// from the last tile on, and the heads alternate.
+/// from the last tile on, and the heads alternate. A split has its share of them: one after the
+/// other, or none if there are fewer steps than splits.
 template <bool kInOrder>
 struct BackwardSteps {
   int tile0, tiles, group;  // tiles from tile0 on have a query that sees a key
+  int first, end;
 
-  __device__ int count() const { return tiles * group; }
-  __device__ int of_group(int step) const { return kInOrder ? step % group : step / tiles; }
+  __device__ BackwardSteps(int tile, int all_tiles, int heads, int split = 0, int splits = 1)
+      : tile0(tile),
+        tiles(all_tiles - tile),
+        group(heads),
+        first(share(split, splits)),
+        end(share(split + 1, splits)) {}
+
+  __device__ int count() const { return end - first; }
+  __device__ int of_group(int step) const {
+    return kInOrder ? (first + step) % group : (first + step) / tiles;
+  }
   __device__ int tile(int step) const {
-    return tile0 + (kInOrder ? tiles - 1 - step / group : step % tiles);
+    return tile0 + (kInOrder ? tiles - 1 - (first + step) / group : (first + step) % tiles);
+  }
+
+ private:
+  __device__ int share(int split, int splits) const {
+    return static_cast<int>(int64_t{tiles} * group * split / splits);
   }
 };
 
@@ -219,7 +259,9 @@ __global__ void __launch_bounds__(Tile::kThreads, Tile::kBlocks)
   extern __shared__ __align__(128) char shared_bytes[];
   auto& shared = *reinterpret_cast<BackwardShared<Tile>*>(shared_bytes);
   if (!kInOrder && sequence_of_block() >= in.sequences) return;
-  const auto place = BackwardPlace::of_block<kInOrder>(in, kKeys);
+  const auto place = kInOrder
+                         ? BackwardPlace::of_item(in, static_cast<int>(blockIdx.x), kKeys)
+                         : BackwardPlace(in, static_cast<int>(blockIdx.x), 0, sequence_of_block());
   const int key0 = place.key_tile * kKeys, batch = place.batch;
   const int head0 = place.kv_head * in.group;
   const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
@@ -228,7 +270,7 @@ __global__ void __launch_bounds__(Tile::kThreads, Tile::kBlocks)
   // A step is a tile of queries of a head. Query s sees key0 if s + keys - queries >= key0.
   const int first_tile = in.first_query(key0) / kQueries;
   const int all_tiles = ceil_div(in.queries, kQueries);
-  const BackwardSteps<kInOrder> steps{first_tile, all_tiles - first_tile, in.group};
+  const BackwardSteps<kInOrder> steps(first_tile, all_tiles, in.group);
   const auto head_of = [&](int step) { return head0 + steps.of_group(step); };
   const auto query_of = [&](int step) { return steps.tile(step) * kQueries; };
   const auto copy_step = [&](int step) {

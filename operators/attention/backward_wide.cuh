@@ -64,7 +64,7 @@ struct BackwardWideBlock {
   using Factor = LeftFragments<T, Tile::kQueries / 16>;
   static constexpr int kBlocks = Tile::kBlocks;
   static constexpr int kRowShare = Tile::kQueries / kBlocks;
-  static constexpr int kHalf = Tile::kPartFloats / 2;
+  static constexpr int kHalf = Tile::kPartFloats / 2, kItemKeys = keys_of_item<Tile>;
   Shared& shared;
   const BackwardMaps& maps;
   const BackwardOperands<T>& in;
@@ -80,10 +80,10 @@ struct BackwardWideBlock {
       : shared(*reinterpret_cast<Shared*>(bytes)),
         maps(of),
         in(operands),
-        place(BackwardPlace::of_block<kInOrder, kBlocks>(in, Tile::kKeys * kBlocks)),
-        key0((place.key_tile * kBlocks + rank) * Tile::kKeys) {
-    const int tile0 = in.first_query(place.key_tile * kBlocks * Tile::kKeys) / Tile::kQueries;
-    steps = {tile0, all_tiles - tile0, in.group};
+        place(BackwardPlace::of_item(in, static_cast<int>(blockIdx.x) / kBlocks, kItemKeys)),
+        key0(place.key_tile * kItemKeys + rank * Tile::kKeys),
+        steps(in.first_query(place.key_tile * kItemKeys) / Tile::kQueries, all_tiles, in.group,
+              place.split, in.splits) {
     if (threadIdx.x == 0) {
       // A stage, and a place for dS, is given back by each warp of the consumers of each block.
       prepare(shared.of_Q, 8 * kBlocks, 1 + 32);
@@ -260,6 +260,14 @@ struct BackwardWideBlock {
     const int thread = threadIdx.x % 128;
     const int number = part_of(step) + 2 * rank + consumer;
     float* const to = in.dq_sums + int64_t{number} * Tile::kPartFloats;
+    if (in.whole) {
+      const int head = place.kv_head * in.group + steps.of_group(step);
+      const int query0 = steps.tile(step) * Tile::kQueries, col0 = 64 * (2 * rank + consumer);
+      T* const dQ = in.dQ + place.batch * in.dq.batch + head * in.dq.head;
+      store_rows(part, in.scale, dQ + query0 * in.dq.row + col0, in.dq.row, in.queries - query0,
+                 in.width - col0);
+      return;
+    }
     if constexpr (!Tile::kByCopies) {
 #pragma unroll
       for (int i = 0; i < part.size() / 4; ++i) {
@@ -303,6 +311,7 @@ struct BackwardWideBlock {
   }
   /// A thread that adds a consumer's parts in order, as BackwardHopperBlock's.
   __device__ void add_in_order(int of_consumer) const {
+    if (in.whole) return;
     const float* const from = &shared.parts[of_consumer][0][0].x;
     const auto before = static_cast<unsigned>(place.key_tile);
     const auto part = [&](int step) { return part_of(step) + 2 * rank + of_consumer; };
@@ -326,27 +335,6 @@ struct BackwardWideBlock {
       }
       tensor_store_wait<0>();
       count.fetch_add(1, cuda::memory_order_release);
-    }
-  }
-
-  /// 64 rows of dK or dV, by way of shared memory that nobody reads any longer.
-  __device__ __forceinline__ void store(const Sum<Tile::kWidth>& sum, float factor,
-                                        LeftTile<T, Tile::kKeys>* room,
-                                        const CUtensorMap& map) const {
-#pragma unroll
-    for (int box = 0; box < Tile::kBoxes; ++box) {
-      Sum<Tile::kWidth>::store(static_cast<Box<T, 64>&>(room[box]), kBoxCols * box,
-                               [&](int i) { return factor * sum.elements[i]; });
-    }
-    shared_fence();
-    named_barrier(2 + consumer, 128);
-    if (threadIdx.x % 128 == 0) {
-      for (int box = 0; box < Tile::kBoxes; ++box) {
-        const int at[5] = {kBoxCols * box, 0, key0, place.kv_head, place.batch};
-        tensor_store(&map, at, room[box].row(0));
-      }
-      tensor_store_commit();
-      tensor_store_wait_read<0>();
     }
   }
 
@@ -382,8 +370,7 @@ struct BackwardWideBlock {
     int step = 0;
     for (; step + 1 < steps.count(); ++step) do_step.template operator()<false>(step);
     do_step.template operator()<true>(step);
-    named_barrier(1, 256);
-    store(dV, 1, shared.V, maps.dV);
+    store_key_sums(in, true, dV, place, key0, kItemKeys);
   }
 
   /// The second consumer.
@@ -426,8 +413,7 @@ struct BackwardWideBlock {
     int step = 0;
     for (; step + 1 < steps.count(); ++step) do_step.template operator()<false>(step);
     do_step.template operator()<true>(step);
-    named_barrier(1, 256);
-    store(dK, in.scale, shared.K, maps.dK);
+    store_key_sums(in, false, dK, place, key0, kItemKeys);
   }
 };
 #endif
@@ -437,9 +423,10 @@ __global__ void __launch_bounds__(Tile::kThreads, 1)
     attention_backward_wide(const __grid_constant__ BackwardMaps maps,
                             const __grid_constant__ BackwardOperands<typename Tile::T> in) {
 #if HOPPER_CODE
-  if (!kInOrder && sequence_of_block() >= in.sequences) return;
+  start_next_kernel();
   extern __shared__ __align__(1024) char bytes[];
   const BackwardWideBlock<Tile, kInOrder> block(bytes, maps, in);
+  if (block.steps.count() == 0) return;
   const int warp = warp_of_block();
   if (warp < 4) {
     registers_shrink_to<Tile::kProducerRegisters>();

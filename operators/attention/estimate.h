@@ -2,6 +2,10 @@
 // each computed in all ways, on an H200.
 #pragma once
 
+#include <algorithm>
+#include <cmath>
+#include <cstdint>
+
 #include "operators/estimate.h"
 
 namespace operators::attention {
@@ -44,5 +48,45 @@ inline constexpr double kAlone = 0.5;        ///< of its time a block saves with
 inline constexpr double kBytesOfOne = 22;    ///< from memory, that a multiprocessor gets in a cycle
 inline constexpr double kMerge = 3, kMergePart = 0.02;  ///< microseconds; of each part
 inline constexpr double kMergeTraffic = 1.8;  ///< that partial results are written and read
+
+// ---- Gradients, on Hopper -----------------------------------------------------------------------
+
+inline constexpr double kBackwardStep = 2.4;    ///< microseconds of a tile of queries
+inline constexpr double kBackwardItem = 4;      ///< and of an item beside its steps
+inline constexpr double kBackwardAdded = 2;     ///< until the sums of splits are added up
+inline constexpr double kBackwardRate = 1.5e6;  ///< bytes of these in a microsecond
+inline constexpr int64_t kMostSplits = 16;
+
+/// What the items of the gradients are, before they are divided.
+struct BackwardItems {
+  double items, steps, mean_steps;  ///< steps of the longest, and of all in the mean
+  double places;                    ///< items that the device has at a time
+  double bytes;                     ///< that a split of an item leaves
+};
+
+/// How long they should take if each is divided among so many.
+inline double microseconds(const BackwardItems& of, int64_t splits) {
+  const double parts = static_cast<double>(splits), all = of.items * parts;
+  const double longest = kBackwardItem + kBackwardStep * std::ceil(of.steps / parts);
+  const double mean = kBackwardItem + kBackwardStep * of.mean_steps / parts;
+  const double added = splits == 1 ? 0 : kBackwardAdded + all * of.bytes / kBackwardRate;
+  if (all <= of.places) return longest + added;
+  // Equal items come in rounds; of others the shorter ones fill the gaps.
+  if (of.mean_steps == of.steps) return added + std::ceil(all / of.places) * longest;
+  return added + std::max(longest, all / of.places * mean + longest / 3);
+}
+
+/// Among how many the steps of an item should be divided: more than one only if that saves a
+/// tenth.
+inline int64_t backward_splits(const BackwardItems& of) {
+  int64_t best = 1;
+  double least = 0.9 * microseconds(of, 1);
+  const auto most = std::min(kMostSplits, static_cast<int64_t>(of.steps));
+  for (int64_t splits = 2; splits <= most; ++splits) {
+    const double took = microseconds(of, splits);
+    if (took < least) best = splits, least = took;
+  }
+  return best;
+}
 
 }  // namespace operators::attention
