@@ -110,10 +110,9 @@ typedef struct fk_product {
   size_t size; /* sizeof(fk_product) */
   int type;    /* FK_FLOAT16, FK_BFLOAT16, FK_FLOAT32, FK_TF32 or FK_TF32X3 */
   int64_t rows, cols, depth;
-  int64_t a_stride, b_stride,
-      c_stride;                 /* from a row to the next; 0: dense */
-  int transpose_a, transpose_b; /* 1: memory has the factor's transpose; 0: the factor */
-  int64_t batch;                /* how many products; 0: one */
+  int64_t a_stride, b_stride, c_stride; /* from a row to the next; 0: dense */
+  int transpose_a, transpose_b;         /* 1: memory has the factor's transpose; 0: the factor */
+  int64_t batch;                        /* how many products; 0: one */
   int64_t a_batch_stride, b_batch_stride,
       c_batch_stride; /* from a matrix to the next; of a and b 0: one for all of the batch */
 } fk_product;
