@@ -492,8 +492,9 @@ __global__ void __launch_bounds__(kFp32Threads, Tile::kResident)
   }
 }
 
-/// Copies B into rows that are `pitch` apart and aligned; a block copies kRows of them. A thread has
-/// the loads of all rows under way together. It also writes `count` zeros.
+/// Copies B into rows that are `pitch` apart and aligned. Block (x, y) copies kThreads columns, from
+/// number y kThreads on, of kRows rows: a thread has the loads of all these rows under way together.
+/// The blocks of the first columns also write `count` zeros.
 template <int kThreads, int kRows>
 __global__ void __launch_bounds__(kThreads)
     align_fp32_rows(const float* __restrict__ from, float* __restrict__ to, int rows, int cols,
@@ -501,7 +502,8 @@ __global__ void __launch_bounds__(kThreads)
   const int row0 = static_cast<int>(blockIdx.x) * kRows, left = rows - row0;
   from += static_cast<size_t>(row0) * cols;
   to += static_cast<size_t>(row0) * pitch;
-  for (int col = threadIdx.x; col < cols; col += kThreads) {
+  const int across = static_cast<int>(gridDim.y) * kThreads;
+  for (int col = static_cast<int>(blockIdx.y) * kThreads + threadIdx.x; col < cols; col += across) {
     float values[kRows];
 #pragma unroll
     for (int i = 0; i < kRows; ++i) {
@@ -512,6 +514,7 @@ __global__ void __launch_bounds__(kThreads)
       if (i < left) to[static_cast<size_t>(i) * pitch + col] = values[i];
     }
   }
+  if (blockIdx.y > 0) return;
   const int all = static_cast<int>(gridDim.x) * kThreads;
   for (int i = static_cast<int>(blockIdx.x) * kThreads + threadIdx.x; i < count; i += all) {
     zeros[i] = 0;
@@ -548,9 +551,10 @@ struct Fp32Launches {
     if (shares) handover = {needed->sums->data(), needed->arrived->data(), !kCopied};
     const int zeros = shares ? plan.blocks : 0;
     if (kCopied) {
-      align_fp32_rows<kFp32Threads, kRows>
-          <<<blocks_for(shape.depth, kRows), kFp32Threads, 0, stream>>>(
-              B, *needed->copy, shape.depth, shape.cols, pitch, handover.arrived, zeros);
+      const dim3 blocks(blocks_for(shape.depth, kRows),
+                        std::min(blocks_for(shape.cols, kFp32Threads), 1U << 15));
+      align_fp32_rows<kFp32Threads, kRows><<<blocks, kFp32Threads, 0, stream>>>(
+          B, *needed->copy, shape.depth, shape.cols, pitch, handover.arrived, zeros);
     } else if (shares) {
       write_fp32_zeros<kFp32Threads>
           <<<blocks_for(zeros, kFp32Threads), kFp32Threads, 0, stream>>>(handover.arrived, zeros);
