@@ -110,10 +110,9 @@ typedef struct fk_product {
   size_t size; /* sizeof(fk_product) */
   int type;    /* FK_FLOAT16, FK_BFLOAT16, FK_FLOAT32, FK_TF32 or FK_TF32X3 */
   int64_t rows, cols, depth;
-  int64_t a_stride, b_stride,
-      c_stride;                 /* from a row to the next; 0: dense */
-  int transpose_a, transpose_b; /* 1: memory has the factor's transpose; 0: the factor */
-  int64_t batch;                /* how many products; 0: one */
+  int64_t a_stride, b_stride, c_stride; /* from a row to the next; 0: dense */
+  int transpose_a, transpose_b;         /* 1: memory has the factor's transpose; 0: the factor */
+  int64_t batch;                        /* how many products; 0: one */
   int64_t a_batch_stride, b_batch_stride,
       c_batch_stride; /* from a matrix to the next; of a and b 0: one for all of the batch */
 } fk_product;
@@ -129,9 +128,9 @@ FK_API int fk_product_workspace(const fk_product* product, size_t* bytes);
  * 2^24; batch is at most 2^20. With a batch of one its strides are not looked at. Else each is at
  * most 2^40, and a multiple of 16 bytes or, where rows are dense, of the rows' length; matrices of
  * c may lie one after another, or side by side, but not overlap. A factor that is transposed is
- * copied into the workspace first, unless the way says otherwise; of FK_FLOAT32 so is one whose rows
- * are not dense, and such a result comes from there. Type: that of the description for
- * all three; added up in fp32. The last three types are fp32 in memory. FK_FLOAT32 is multiplied in
+ * copied into the workspace first, unless the way says otherwise; of FK_FLOAT32 so is one whose
+ * rows are not dense, and such a result comes from there. Type: that of the description for all
+ * three; added up in fp32. The last three types are fp32 in memory. FK_FLOAT32 is multiplied in
  * fp32. FK_TF32 is multiplied on tensor cores, which get the elements of a and b rounded to TF32:
  * 11 bits instead of 24, of which the first is a 1 that is not stored. FK_TF32X3 gives them each
  * element as the sum of two such numbers, in three products. Take the sum of the absolute values of

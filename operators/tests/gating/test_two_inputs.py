@@ -2,13 +2,15 @@
 
 import ctypes
 import math
+import sys
 
+from conftest import ROOT
 import pytest
 
+sys.path.insert(0, str(ROOT / "operators" / "tests"))
 from test_library import (BAD_ALIGNMENT, BAD_ARGUMENT, BAD_SHAPE, BFLOAT16, BYTES, FLOAT16, FLOAT32, GATES, ROUNDING,
-                          TF32, TF32X3, Call, any_numbers, call_at_the_same_time, call_in_turn, for_each,
-                          fused_kernels, in_turn,
-                          library, near, numbers, packed, refuse_a_damaged_workspace, refuse_what_is_damaged,
+                          TF32, TF32X3, Call, any_numbers, call_at_the_same_time, call_in_turn, for_each, fused_kernels,
+                          in_turn, library, near, numbers, packed, refuse_a_damaged_workspace, refuse_what_is_damaged,
                           run_as_another_gpu, strided, sums_of)
 from test_library_gradients import FACTOR, FP32, LEAST, added_up, flat
 
@@ -178,7 +180,9 @@ def test_result(library, kind, options):
 @pytest.mark.parametrize("capability", ["8.0", "8.6", "12.0"])
 def test_results_on_other_gpus(capability):
     said = run_as_another_gpu(capability, """
-from test_library_two_inputs import BFLOAT16, FLOAT16, FLOAT32, KINDS, TF32
+import sys
+sys.path.insert(0, "gating")
+from test_two_inputs import BFLOAT16, FLOAT16, FLOAT32, KINDS, TF32
 for kind in KINDS:
     for type in (FLOAT16, BFLOAT16, FLOAT32, TF32):
         run(kind, rows=70, inputs=33, values=70, hidden=40, gated=1, type=type)
