@@ -151,8 +151,8 @@ KINDS = GatedTwo, GatedTwoBackward
 CALLS = [
     *((GatedTwo, dict(rows=40, values=16, gate=gate, gated=gated, type=kind)) for gate in GATES for gated in (0, 1)
       for kind in TYPES),
-    *((GatedTwoBackward, dict(rows=20, values=16, gate=gate, gated=gated, type=kind)) for gate in GATES for gated in (0, 1)
-      for kind in TYPES),
+    *((GatedTwoBackward, dict(rows=20, values=16, gate=gate, gated=gated, type=kind))
+      for gate in GATES for gated in (0, 1) for kind in TYPES),
     *((kind, dict(rows=33, inputs=inputs, values=values, hidden=hidden, gate=1, gated=1, type=type))
       for kind in KINDS for type in (FLOAT16, BFLOAT16, TF32)
       for inputs, values, hidden in ((7, 13, 9), (65, 8, 70), (8, 65, 70), (64, 128, 24), (13, 0, 66))),
