@@ -61,7 +61,7 @@ def test_functions():
 def test_constants():
     constants = {name: int(value) for name, value in re.findall(r"\b(FK_\w+) = (\d+)", TEXT)}
     constants["FK_VERSION"] = int(re.search(r"#define FK_VERSION (\d+)", (HEADER / "fused_kernels.h").read_text())[1])
-    assert len(constants) == 52
+    assert len(constants) == 54
     assert {name: value for name, value in vars(fused_kernels).items() if name.startswith("FK_")} == constants
 
 
@@ -374,8 +374,9 @@ def test_a_gate_and_a_math_that_there_are_not(numbers, words):
 
 
 def test_every_entry_point_is_called_with_shapes_in_turn():
-    sys.path.insert(0, str(ROOT / "operators" / "tests" / "layouts"))
-    modules = [*(f"test_library{of}" for of in ("", "_softmax", "_gradients", "_meshes", "_clifford")), "test_layouts"]
+    sys.path[:0] = [str(ROOT / "operators" / "tests" / folder) for folder in ("layouts", "gating")]
+    modules = [*(f"test_library{of}" for of in ("", "_softmax", "_gradients", "_meshes", "_clifford")), "test_layouts",
+               "test_two_inputs"]
     names = {f"fk_{kind.NAME}" for module in modules for kind, _ in importlib.import_module(module).IN_TURN}
     computing = {name.removesuffix("_forward") for name in fused_kernels.FUNCTIONS
                  if name.endswith(("_forward", "_backward"))}

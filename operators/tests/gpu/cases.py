@@ -255,7 +255,8 @@ def gating_two(rows, inputs, values, hidden, dtype=FP16, gate="silu", gated=True
     def operands(seed=0):
         x, y = (numbers(rows, cols + apart, dtype=dtype, seed=seed + i)[:, :cols]
                 for i, cols in ((0, inputs), (5, values)))
-        weights = [numbers(cols, hidden, dtype=dtype, seed=seed + i, scale=0.5) for i, cols in ((1, inputs), (2, values))]
+        weights = [numbers(cols, hidden, dtype=dtype, seed=seed + i, scale=0.5)
+                   for i, cols in ((1, inputs), (2, values))]
         return x, y, *weights, *(numbers(hidden, dtype=dtype, seed=seed + i) for i in (3, 4) if biases)
 
     def run(x, y, *others):
@@ -270,7 +271,8 @@ def gating_two(rows, inputs, values, hidden, dtype=FP16, gate="silu", gated=True
         sizes = (GATES[gate](x @ w1 + ones[0]).abs(), (y @ w2 + ones[1]).abs())
         assert out.dtype == operands[0].dtype
         if dtype == FP32:
-            return near("out", out, expected, 2.0**-19 * expected.abs() + 2.0**-20 * (sizes[1] + gated * (sizes[0] + 1)))
+            bound = 2.0**-19 * expected.abs() + 2.0**-20 * (sizes[1] + gated * (sizes[0] + 1))
+            return near("out", out, expected, bound)
         rounding = 1.01 * ROUNDING[dtype] + (2.0**-15 if gate == "gelu" else 0)  # erf is wrong by 2^-17, and 2^-28
         least = 2.0**-25 if dtype == FP16 else 0
         near("out", out, expected, rounding * expected.abs() + 2.0**-26 * (sizes[1] + gated * (sizes[0] + 1)) + least)

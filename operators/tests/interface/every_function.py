@@ -7,7 +7,7 @@ import sys
 from conftest import ROOT
 import pytest
 
-sys.path[:0] = [str(ROOT / "operators" / "tests" / folder) for folder in ("", "layouts")]
+sys.path[:0] = [str(ROOT / "operators" / "tests" / folder) for folder in ("", "layouts", "gating")]
 from test_library import OK, POINTER, SIZE, Attention, fused_kernels
 
 
@@ -18,8 +18,8 @@ class AttentionAlone(Attention):
         super().__init__(library, log_sums=False, **options)
 
 
-MODULES = [*(f"test_library{of}" for of in ("", "_softmax", "_gradients", "_two_inputs", "_meshes", "_clifford")),
-           "test_layouts"]
+MODULES = [*(f"test_library{of}" for of in ("", "_softmax", "_gradients", "_meshes", "_clifford")), "test_layouts",
+           "test_two_inputs"]
 KINDS = [*{kind: None for module in MODULES for kind, _ in importlib.import_module(module).IN_TURN}, AttentionAlone]
 for_each_function = pytest.mark.parametrize("kind", KINDS, ids=lambda kind: kind.__name__)
 

@@ -2,13 +2,15 @@
 
 import ctypes
 import math
+import sys
 
+from conftest import ROOT
 import pytest
 
+sys.path.insert(0, str(ROOT / "operators" / "tests"))
 from test_library import (BAD_ALIGNMENT, BAD_ARGUMENT, BAD_SHAPE, BFLOAT16, BYTES, FLOAT16, FLOAT32, GATES, ROUNDING,
-                          TF32, TF32X3, Call, any_numbers, call_at_the_same_time, call_in_turn, for_each,
-                          fused_kernels, in_turn,
-                          library, near, numbers, packed, refuse_a_damaged_workspace, refuse_what_is_damaged,
+                          TF32, TF32X3, Call, any_numbers, call_at_the_same_time, call_in_turn, for_each, fused_kernels,
+                          in_turn, library, near, numbers, packed, refuse_a_damaged_workspace, refuse_what_is_damaged,
                           run_as_another_gpu, strided, sums_of)
 from test_library_gradients import FACTOR, FP32, LEAST, added_up, flat
 
@@ -26,9 +28,9 @@ class GatedTwo(Call):
     OPTIONAL = BIASES
     Description = fused_kernels.fk_gating
 
-    def __init__(self, library, rows=70, inputs=24, values=16, hidden=40, x_stride=0, y_stride=0, out_stride=0,
-                 type=FLOAT16, gate=1, gated=0, biases=BIASES, exact=True, seed=0):
-        """values: as value_inputs, of which 0 is as many as inputs. exact: as of Gated."""
+    def __init__(self, library, rows=70, inputs=24, values=0, hidden=40, x_stride=0, y_stride=0, out_stride=0,
+                 type=FLOAT16, gate=0, gated=0, biases=BIASES, exact=True, seed=0):
+        """values: value_inputs. exact: as of Gated."""
         self.exact, draw, cols = exact, numbers if exact else any_numbers, values or inputs
         self.x = [draw(inputs, seed + i) for i in range(rows)]
         self.y = [draw(cols, seed + 5 * i + 1) for i in range(rows)]
@@ -74,8 +76,8 @@ class GatedTwoBackward(Call):
     NAMES = ("d_out", "x", "y", "w1", "w2", "b1", "b2", *WRITTEN)
     OPTIONAL = *BIASES, "d_b1", "d_b2"
 
-    def __init__(self, library, rows=30, inputs=24, values=16, hidden=40, x_stride=0, y_stride=0, out_stride=0,
-                 type=FLOAT16, gate=1, gated=0, biases=OPTIONAL, seed=0):
+    def __init__(self, library, rows=30, inputs=24, values=0, hidden=40, x_stride=0, y_stride=0, out_stride=0,
+                 type=FLOAT16, gate=0, gated=0, biases=OPTIONAL, seed=0):
         cols = values or inputs
         self.x = [numbers(inputs, seed + i) for i in range(rows)]
         self.y = [numbers(cols, seed + 5 * i + 1) for i in range(rows)]
@@ -147,25 +149,25 @@ KINDS = GatedTwo, GatedTwoBackward
 # In each type, of each gate, of one or of both; depths below a step, at it and beyond, of one input or of both; rows
 # that are aligned and not, or apart; without biases or their gradients.
 CALLS = [
-    *((GatedTwo, dict(rows=40, gate=gate, gated=gated, type=kind)) for gate in GATES for gated in (0, 1)
+    *((GatedTwo, dict(rows=40, values=16, gate=gate, gated=gated, type=kind)) for gate in GATES for gated in (0, 1)
       for kind in TYPES),
-    *((GatedTwoBackward, dict(rows=20, gate=gate, gated=gated, type=kind)) for gate in GATES for gated in (0, 1)
-      for kind in TYPES),
-    *((kind, dict(rows=33, inputs=inputs, values=values, hidden=hidden, gated=1, type=type))
+    *((GatedTwoBackward, dict(rows=20, values=16, gate=gate, gated=gated, type=kind))
+      for gate in GATES for gated in (0, 1) for kind in TYPES),
+    *((kind, dict(rows=33, inputs=inputs, values=values, hidden=hidden, gate=1, gated=1, type=type))
       for kind in KINDS for type in (FLOAT16, BFLOAT16, TF32)
       for inputs, values, hidden in ((7, 13, 9), (65, 8, 70), (8, 65, 70), (64, 128, 24), (13, 0, 66))),
-    *((kind, dict(rows=21, inputs=13, values=10, hidden=70, x_stride=16, y_stride=24, out_stride=88, type=type))
+    *((kind, dict(rows=21, inputs=13, values=10, hidden=70, x_stride=16, y_stride=24, out_stride=88, gate=1, type=type))
       for kind in KINDS for type in TYPES),
     *((kind, dict(rows=9, inputs=8, values=24, hidden=7, biases=biases, type=type))
       for kind in KINDS for type in (FLOAT16, FLOAT32) for biases in ((), ("b1",), ("b2",))),
     *((kind, dict(rows=1, inputs=1, values=1, hidden=1, type=type)) for kind in KINDS for type in TYPES),
-    *((GatedTwo, dict(rows=20, inputs=33, values=70, hidden=30, exact=False, gated=gated, type=type))
+    *((GatedTwo, dict(rows=20, inputs=33, values=70, hidden=30, exact=False, gate=1, gated=gated, type=type))
       for gated in (0, 1) for type in (FLOAT32, TF32, TF32X3)),
     (GatedTwo, dict(rows=8, inputs=1100, values=600, hidden=8)),  # both products in slices
-    (GatedTwoBackward, dict(rows=700, inputs=16, values=8, hidden=9, type=BFLOAT16)),  # weights from slices of the rows
+    (GatedTwoBackward, dict(rows=700, inputs=16, values=8, hidden=9, type=BFLOAT16)),  # weights from slices
 ]
 SLOW = [
-    *((GatedTwo, dict(rows=300, inputs=72, values=200, hidden=264, gated=1, type=type)) for type in TYPES),
+    *((GatedTwo, dict(rows=300, inputs=72, values=200, hidden=264, gate=1, gated=1, type=type)) for type in TYPES),
     (GatedTwoBackward, dict(rows=300, inputs=64, values=40, hidden=72)),
 ]
 
@@ -178,10 +180,12 @@ def test_result(library, kind, options):
 @pytest.mark.parametrize("capability", ["8.0", "8.6", "12.0"])
 def test_results_on_other_gpus(capability):
     said = run_as_another_gpu(capability, """
-from test_library_two_inputs import BFLOAT16, FLOAT16, FLOAT32, KINDS, TF32
+import sys
+sys.path.insert(0, "gating")
+from test_two_inputs import BFLOAT16, FLOAT16, FLOAT32, KINDS, TF32
 for kind in KINDS:
     for type in (FLOAT16, BFLOAT16, FLOAT32, TF32):
-        run(kind, rows=70, inputs=33, values=70, hidden=40, gated=1, type=type)
+        run(kind, rows=70, inputs=33, values=70, hidden=40, gate=1, gated=1, type=type)
         run(kind, rows=21, inputs=13, values=10, hidden=70, x_stride=16, y_stride=24, out_stride=88, type=type)
     run(kind, rows=1, inputs=1, values=1, hidden=1)
 run(KINDS[0], rows=150, inputs=72, values=8, hidden=136, gate=2)
@@ -190,7 +194,7 @@ print(sum("two inputs; mma.sync" in way for way in ways))
     assert int(said) == 6
 
 
-IN_TURN = [(kind, [dict(rows=40, inputs=136, values=72, hidden=70, type=type, gated=1),
+IN_TURN = [(kind, [dict(rows=40, inputs=136, values=72, hidden=70, type=type, gate=1, gated=1),
                    dict(rows=5, inputs=8, values=8, hidden=8, type=type), dict(rows=60, inputs=40, type=type)])
            for kind in KINDS for type in (FLOAT16, TF32)]
 
