@@ -451,52 +451,35 @@ struct BackwardHopperBlock {
       dV = {};
       barrier_wait(&shared.K_full[n % 2], n / 2 % 2);
       barrier_wait(&shared.V_full, n % 2);
-      const auto go = [&]<bool kHasKeys>() {
-        for (int step = 0; step < count; ++step) {
-          auto& stage = reader.wait();
-          const int at = reader.ring.stage;
-          if constexpr (kHasKeys) {
-            start_transposed(P, K, stage.Q);
-            start_transposed(dS, shared.V, stage.d_out);
-            wgmma_wait<Tile::kBoxes>();  // the logits
-            to_probabilities(P, at, own_key0);
-            to_factor(P_factor, P);
-            dV.template start_product<kOfQueries>(P_factor, stage.d_out[0].across_k(), true);
-            wgmma_wait<1>();  // dP
-            to_gradients(dS, P, P_factor, at);
-            to_factor(dS_factor, dS);
-          } else {
-            dS = {};
-          }
-          if (step + 1 == count) alone.release(shared.V_empty);
+      for (int step = 0; step < count; ++step) {
+        auto& stage = reader.wait();
+        const int at = reader.ring.stage;
+        start_transposed(P, K, stage.Q);
+        start_transposed(dS, shared.V, stage.d_out);
+        wgmma_wait<Tile::kBoxes>();  // the logits
+        to_probabilities(P, at, own_key0);
+        to_factor(P_factor, P);
+        dV.template start_product<kOfQueries>(P_factor, stage.d_out[0].across_k(), true);
+        wgmma_wait<1>();  // dP
+        if (step + 1 == count) alone.release(shared.V_empty);
+        to_gradients(dS, P, P_factor, at);
+        to_factor(dS_factor, dS);
 #pragma unroll
-          for (int box = 0; box < Tile::kQueries / 64; ++box) {
-            auto& own = reinterpret_cast<Box<T, 64>&>(*shared.dS[at][box].row(64 * consumer));
-            dS.store(own, 64 * box, [&](int i) { return dS.elements[i]; });
-          }
-          shared_fence();
-          named_barrier(1, 256);  // all of dS^T is there
-          start_part(dQ, K, at);
-          if constexpr (kHasKeys) {
-            dK.template start_product<kOfQueries>(dS_factor, stage.Q[0].across_k(), true);
-            wgmma_wait<1>();  // dQ
-          } else {
-            wgmma_wait<0>();
-          }
-          if (step + 1 == count) alone.release(shared.K_empty[n % 2]);
-          add_part(dQ, at);
-          wgmma_wait<0>();
-          reader.give_back();
-          reader.next();
+        for (int box = 0; box < Tile::kQueries / 64; ++box) {
+          auto& own = reinterpret_cast<Box<T, 64>&>(*shared.dS[at][box].row(64 * consumer));
+          dS.store(own, 64 * box, [&](int i) { return dS.elements[i]; });
         }
-      };
-      // The last tile may have no keys for the second consumer. It has zeros for dS, and its share
-      // of dQ, and leaves the tensor cores to the first one.
-      if (own_key0 >= in.keys) {
-        go.template operator()<false>();
-        continue;
+        shared_fence();
+        named_barrier(1, 256);  // all of dS^T is there
+        start_part(dQ, K, at);
+        dK.template start_product<kOfQueries>(dS_factor, stage.Q[0].across_k(), true);
+        wgmma_wait<1>();  // dQ
+        if (step + 1 == count) alone.release(shared.K_empty[n % 2]);
+        add_part(dQ, at);
+        wgmma_wait<0>();
+        reader.give_back();
+        reader.next();
       }
-      go.template operator()<true>();
       const BackwardPlace place = place_of(item);
       store_key_sums(in, true, dV, place, own_key0, Tile::kKeys);
       store_key_sums(in, false, dK, place, own_key0, Tile::kKeys);
