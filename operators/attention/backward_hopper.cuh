@@ -53,8 +53,7 @@ struct BackwardStep {
   int item, count;  // the step's item, or -1 after the last one; how many steps it has
   int key_tile;     // the item's
   int query0;       // where the tile of queries begins
-  int part, next;   // parts of dQ that the tile has: `part` and the one after it; of the next step,
-                    // or -1
+  int part, next;   // of dQ the tile has `part` and the one after it; of the next step, or -1
 };
 
 template <class Tile>
@@ -70,9 +69,11 @@ struct BackwardHopperShared {
   // Of each stage, filled by the producer's threads.
   float log_sums[Tile::kStages][Tile::kQueries], row_sums[Tile::kStages][Tile::kQueries];
   BackwardStep steps[Tile::kStages];
+  // Of each consumer, for the warp that adds in order: its part, or -1 after the last one; how many
+  // tiles of keys come before; its next part, or -1.
   struct {
-    int part, before, next;  // as BackwardStep has them; -1: none follows. How many tiles of keys
-  } posts[2];                // come before. Of each consumer, for the warp that adds in order.
+    int part, before, next;
+  } posts[2];
   Barrier K_full[2], K_empty[2], V_full, V_empty, part_full[2], part_empty[2];
 };
 
@@ -576,9 +577,9 @@ __device__ __forceinline__ void finish_parts(const PartsToFinish<T>& of) {
 #endif
 }
 
-/// dQ from its sums, and dK and dV from what splits have left. The first blocks have 64 x 64 numbers
-/// of dQ each, but if dQ has been whole. Tiles of queries that see no key are zeros, whatever their
-/// sums are. The others have 32 columns of dK or dV of 64 keys: they are few, and their sums many.
+/// dQ from its sums, and dK and dV from what splits have left. The first blocks have 64 x 64
+/// numbers of dQ each, but if dQ has been whole. Tiles of queries that see no key are zeros,
+/// whatever their sums are. The others have 32 columns of dK or dV of 64 keys: they are few, and their sums many.
 template <class Tile>
 __global__ void __launch_bounds__(128)
     attention_finish_parts(BackwardOperands<typename Tile::T> in, int parts_of_dQ) {
