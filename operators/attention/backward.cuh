@@ -33,7 +33,7 @@ struct BackwardMemory {
 template <typename T>
 class BackwardLaunches {
  public:
-  /// in_order: each number of dQ is added up in the order of the keys.
+  /// in_order: each number of dQ has to be added up in the order of the keys.
   BackwardLaunches(const Caller& caller, const BackwardMemory<T>& memory,
                    const AttentionShape& shape, float scale, bool in_order)
       : memory_(memory),
@@ -42,7 +42,8 @@ class BackwardLaunches {
         division_(is_hopper() ? division() : BackwardDivision{}),
         whole_(is_hopper() && shape.keys <= kBackwardKeys &&
                (!shape.causal || shape.queries <= shape.keys)),
-        counted_(in_order && !whole_ ? counts() : 0),
+        in_order_(in_order || order_pays()),
+        counted_(in_order_ && !whole_ ? counts() : 0),
         counts_(caller.workspace.any<unsigned>(static_cast<size_t>(counted_ + 1))),
         row_sums_(caller.workspace.any<float>(static_cast<size_t>(rows()))),
         dq_sums_(caller.workspace.any<float>(
@@ -113,6 +114,8 @@ class BackwardLaunches {
             in, static_cast<int>(rows()));
   }
 
+  /// Whether that is how it is done.
+  bool in_order() const { return in_order_; }
   /// For people: which tiles of keys are divided, if any.
   std::string division_words() const {
     if (divided() == 0) return "";
@@ -152,6 +155,20 @@ class BackwardLaunches {
          .mean_steps = shape_.causal ? std::max(1.0, steps * shape_.pairs() / all) : steps,
          .step = shape_.width <= 64 ? kBackwardStep64 : kBackwardStep,
          .bytes = 8.0 * kBackwardKeys * static_cast<double>(tile_width())});
+  }
+  /// In order a sum need not begin as zeros, and a first block stores its parts. That pays where the
+  /// blocks of a sequence need not wait long for each other in the beginning, which are
+  /// places / sequences() then, a step one after the other. Only where blocks draw their items:
+  /// then it does not matter in which order they start.
+  bool order_pays() const {
+    const int64_t places = multiprocessors();
+    if (!is_hopper() || shape_.width > 128 || whole_ || all_key_tiles() <= places || plain() == 0) {
+      return false;
+    }
+    const int64_t tile = shape_.width <= 64 ? 128 : 64;
+    const int64_t steps = shape_.group() * ceil_div(shape_.queries, tile);
+    const int64_t of_block = all_key_tiles() * steps / places / (shape_.causal ? 2 : 1);
+    return 33 * std::min(key_tiles(), places / sequences()) < of_block;
   }
   template <class Tile>
   int64_t items() const {
@@ -239,7 +256,7 @@ class BackwardLaunches {
   AttentionShape shape_;
   float scale_;
   BackwardDivision division_;
-  bool whole_;
+  bool whole_, in_order_;
   int64_t counted_;  // parts of dQ, of which each has a count
   Memory<unsigned> counts_;
   Memory<float> row_sums_, dq_sums_, kv_sums_;
@@ -249,13 +266,13 @@ class BackwardLaunches {
 /// The way to compute the gradients, of a shape that is at least 1 everywhere, of a width and
 /// strides as above, and whose heads are a multiple of kv_heads; with queries in whole tiles, rows
 /// and keys of all heads are at most 2^30. What is written must not overlap what is read. in_order:
-/// the same bits in each call.
+/// the same bits in each call are wanted.
 template <typename T>
 class AttentionBackward {
  public:
   AttentionBackward(const Caller& caller, const BackwardMemory<T>& memory,
                     const AttentionShape& shape, float scale, bool in_order)
-      : launches_(caller, memory, shape, scale, in_order), shape_(shape), in_order_(in_order) {}
+      : launches_(caller, memory, shape, scale, in_order), shape_(shape) {}
 
   std::vector<Way> ways() const {
     const auto of_width = [&]<bool kInOrder>() {
@@ -263,8 +280,8 @@ class AttentionBackward {
              : shape_.width <= 128 ? way<128, kInOrder>()
                                    : way<256, kInOrder>();
     };
-    return {in_order_ ? of_width.template operator()<true>()
-                      : of_width.template operator()<false>()};
+    return {launches_.in_order() ? of_width.template operator()<true>()
+                                 : of_width.template operator()<false>()};
   }
 
  private:
@@ -298,7 +315,6 @@ class AttentionBackward {
 
   BackwardLaunches<T> launches_;
   AttentionShape shape_;
-  bool in_order_;
 };
 
 }  // namespace operators::attention

@@ -83,8 +83,8 @@ struct BackwardMaps {
   CUtensorMap Q, d_out, K, V;
 };
 
-/// Where splits leave dK and dV of 64 keys: sums of kFloats numbers, as they lie in registers,
-/// those of all splits one after the other.
+/// Where splits leave dK and dV of 64 keys: sums of kFloats numbers, as they lie in registers, those
+/// of all splits one after the other.
 template <int kWidth>
 struct KeySums {
   static constexpr int kFloats = 64 * kWidth;
@@ -97,8 +97,7 @@ struct KeySums {
 
 #if HOPPER_CODE
 /// Rounds a warpgroup's sums, times `factor`, and stores them where `to` begins, in rows `stride`
-/// elements apart; as many as there are `rows` and `cols` there, a multiple of 8. All lanes call
-/// it.
+/// elements apart; as many as there are `rows` and `cols` there, a multiple of 8. All lanes call it.
 template <typename T, int kCols>
 __device__ __forceinline__ void store_rows(const Sum<kCols>& sum, float factor, T* to,
                                            int64_t stride, int rows, int cols) {
@@ -528,22 +527,16 @@ inline constexpr int parts_of_tile = Tile::kWidth / 64 * (Tile::kQueries / 64);
 template <class Tile>
 inline constexpr int keys_of_item = Tile::kKeys* Tile::kBlocks;
 
-/// What a block of attention_finish_parts reads, and where it goes: `count` sums of 64 rows, of
-/// which split_of() says where they are.
+/// What a block of attention_finish_parts reads, and where it goes: `count` sums of 64 rows.
 template <typename T>
 struct PartsToFinish {
   const float* from;
-  int64_t apart;  // numbers from one split to the next
-  int count, splits;
+  int count;
+  int64_t apart;  // numbers from one of them to the next
   T* to;
   int64_t stride;
   int rows, cols;  // that are there
   float scale;
-
-  /// Of `count` shares that have a step, where there may be fewer of these than splits.
-  __device__ int split_of(int i) const {
-    return count == splits ? i : ((i + 1) * splits + count - 1) / count - 1;
-  }
 };
 
 /// Adds them up, and stores their columns from 0 on, kCols of them. A thread has what a consumer's
@@ -557,8 +550,8 @@ __device__ __forceinline__ void finish_parts(const PartsToFinish<T>& of) {
     float4 fours[kAtOnce][kFours];
 #pragma unroll
     for (int j = 0; j < kAtOnce; ++j) {
-      const float4* const own = reinterpret_cast<const float4*>(
-          of.from + of.split_of(min(i + j, of.count - 1)) * of.apart);
+      const float4* const own =
+          reinterpret_cast<const float4*>(of.from + min(i + j, of.count - 1) * of.apart);
 #pragma unroll
       for (int k = 0; k < kFours; ++k) {
         fours[j][k] = i + j < of.count ? own[128 * k + threadIdx.x] : float4{};
@@ -580,8 +573,7 @@ __device__ __forceinline__ void finish_parts(const PartsToFinish<T>& of) {
 
 /// dQ from its sums, and dK and dV from what splits have left. The first blocks have 64 x 64
 /// numbers of dQ each, but if dQ has been whole. Tiles of queries that see no key are zeros,
-/// whatever their sums are. The others have 32 columns of dK or dV of 64 keys: they are few, and
-/// their sums many.
+/// whatever their sums are. The others have 32 columns of dK or dV of 64 keys: they are few, and their sums many.
 template <class Tile>
 __global__ void __launch_bounds__(128)
     attention_finish_parts(BackwardOperands<typename Tile::T> in, int parts_of_dQ) {
@@ -601,7 +593,7 @@ __global__ void __launch_bounds__(128)
     of.to = in.dQ + batch * in.dq.batch + head * in.dq.head + query0 * in.dq.row + col0;
     of.from = in.dq_sums + int64_t{block} * Tile::kPartFloats;
     of.scale = in.scale;
-    of.count = of.splits = tile >= in.first_query(0) / Tile::kQueries;
+    of.count = tile >= in.first_query(0) / Tile::kQueries;
     if (of.rows <= 0) return;
     wait_for_previous_kernel();
     finish_parts<64>(of);
@@ -620,8 +612,7 @@ __global__ void __launch_bounds__(128)
   of.apart = KeySums<Tile::kWidth>::kFloats;
   of.scale = 1;
   const int tile0 = in.first_query(place.key_tile * kKeys) / Tile::kQueries;
-  of.splits = in.splits;
-  of.count = min(in.splits, (all_tiles - tile0) * in.group);
+  of.count = min(in.splits, (all_tiles - tile0) * in.group);  // the others have no step
   if (of.rows <= 0) return;
   wait_for_previous_kernel();
   finish_parts<32>(of);

@@ -191,32 +191,27 @@ struct BackwardPlace {
 
 /// A step of a block is a tile of queries of a head of Q, of the heads that share its keys. In
 /// order, the steps of a block are the first ones of those that the block of the keys before has:
-/// from the last tile on, and the heads alternate. A split has its share of them: one after the
-/// other, or none if there are fewer steps than splits.
+/// from the last tile on, and the heads alternate. Of `splits` shares number `split` has every
+/// splits-th step, from this number on, or none: so that holds for the shares of two tiles of keys
+/// that have the same number, too.
 template <bool kInOrder>
 struct BackwardSteps {
   int tile0, tiles, group;  // tiles from tile0 on have a query that sees a key
-  int first, end;
+  int split, splits;
 
-  __device__ BackwardSteps(int tile, int all_tiles, int heads, int split = 0, int splits = 1)
-      : tile0(tile),
-        tiles(all_tiles - tile),
-        group(heads),
-        first(share(split, splits)),
-        end(share(split + 1, splits)) {}
+  __device__ BackwardSteps(int tile, int all_tiles, int heads, int of_split = 0, int of_splits = 1)
+      : tile0(tile), tiles(all_tiles - tile), group(heads), split(of_split), splits(of_splits) {}
 
-  __device__ int count() const { return end - first; }
+  __device__ int count() const { return ceil_div(max(0, tiles * group - split), splits); }
   __device__ int of_group(int step) const {
-    return kInOrder ? (first + step) % group : (first + step) / tiles;
+    return kInOrder ? number(step) % group : number(step) / tiles;
   }
   __device__ int tile(int step) const {
-    return tile0 + (kInOrder ? tiles - 1 - (first + step) / group : (first + step) % tiles);
+    return tile0 + (kInOrder ? tiles - 1 - number(step) / group : number(step) % tiles);
   }
 
  private:
-  __device__ int share(int split, int splits) const {
-    return static_cast<int>(int64_t{tiles} * group * split / splits);
-  }
+  __device__ int number(int step) const { return split + step * splits; }
 };
 
 /// A lane's sums of kCount x 16 rows become left factors whose columns k to k + 15 they are.
