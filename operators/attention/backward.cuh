@@ -33,22 +33,23 @@ struct BackwardMemory {
 template <typename T>
 class BackwardLaunches {
  public:
-  /// in_order: each number of dQ is added up in the order of the keys.
+  /// in_order: each number of dQ has to be added up in the order of the keys.
   BackwardLaunches(const Caller& caller, const BackwardMemory<T>& memory,
                    const AttentionShape& shape, float scale, bool in_order)
       : memory_(memory),
         shape_(shape),
         scale_(scale),
-        splits_(is_hopper() ? splits() : 1),
+        division_(is_hopper() ? division() : BackwardDivision{}),
         whole_(is_hopper() && shape.keys <= kBackwardKeys &&
                (!shape.causal || shape.queries <= shape.keys)),
-        counted_(in_order && !whole_ ? counts() : 0),
+        in_order_(in_order || order_pays()),
+        counted_(in_order_ && !whole_ ? counts() : 0),
         counts_(caller.workspace.any<unsigned>(static_cast<size_t>(counted_ + 1))),
         row_sums_(caller.workspace.any<float>(static_cast<size_t>(rows()))),
         dq_sums_(caller.workspace.any<float>(
             static_cast<size_t>(whole_ ? 0 : rows_of_sums() * tile_width()))),
         kv_sums_(caller.workspace.any<float>(
-            static_cast<size_t>(splits_ > 1 ? splits_ * sums_of_keys() : 0))),
+            static_cast<size_t>(division_.splits > 1 ? division_.splits * sums_of_keys() : 0))),
         stream_(caller.stream) {}
 
   template <class Tile, bool kInOrder>
@@ -113,6 +114,15 @@ class BackwardLaunches {
             in, static_cast<int>(rows()));
   }
 
+  /// Whether that is how it is done.
+  bool in_order() const { return in_order_; }
+  /// For people: which tiles of keys are divided, if any.
+  std::string division_words() const {
+    if (divided() == 0) return "";
+    return ", " + std::to_string(divided()) + " of " + std::to_string(all_key_tiles()) +
+           " tiles of keys divided by " + std::to_string(division_.splits);
+  }
+
  private:
   int64_t rows() const { return shape_.batch * shape_.heads * shape_.queries; }
   int64_t rows_of_sums() const {
@@ -127,26 +137,43 @@ class BackwardLaunches {
 
   /// Tiles of keys, of Hopper's kernels.
   int64_t key_tiles() const { return ceil_div(shape_.keys, kBackwardKeys); }
-  /// How many numbers a split leaves.
-  int64_t sums_of_keys() const {
-    return 2 * sequences() * key_tiles() * kBackwardKeys * tile_width();
-  }
-  /// Among how many blocks, or clusters, of Hopper's kernels the steps of an item are divided.
-  int64_t splits() const {
+  int64_t all_key_tiles() const { return sequences() * key_tiles(); }
+  /// Tiles of keys that are divided.
+  int64_t divided() const { return all_key_tiles() - plain(); }
+  int64_t plain() const { return division_.splits > 1 ? division_.plain : all_key_tiles(); }
+  /// How many numbers a split of each of these leaves.
+  int64_t sums_of_keys() const { return 2 * divided() * kBackwardKeys * tile_width(); }
+  /// Which tiles of keys of Hopper's kernels are divided among several blocks, or clusters.
+  BackwardDivision division() const {
     const int64_t tile = shape_.width <= 64 ? 128 : 64;
     const double steps = static_cast<double>(shape_.group() * ceil_div(shape_.queries, tile));
-    const double share =
-        shape_.pairs() / (static_cast<double>(shape_.queries) * static_cast<double>(shape_.keys));
-    return backward_splits({.items = static_cast<double>(sequences() * key_tiles()),
-                            .steps = steps,
-                            .mean_steps = std::max(1.0, steps * share),
-                            .places = multiprocessors() / (shape_.width <= 128 ? 1.0 : 2.0),
-                            .bytes = 8.0 * kBackwardKeys * static_cast<double>(tile_width())});
+    const double all = static_cast<double>(shape_.queries) * static_cast<double>(shape_.keys);
+    return divide(
+        {.tiles = all_key_tiles(),
+         .places = multiprocessors() / (shape_.width <= 128 ? 1 : 2),
+         .steps = steps,
+         .mean_steps = shape_.causal ? std::max(1.0, steps * shape_.pairs() / all) : steps,
+         .step = shape_.width <= 64 ? kBackwardStep64 : kBackwardStep,
+         .bytes = 8.0 * kBackwardKeys * static_cast<double>(tile_width())});
+  }
+  /// In order a sum need not begin as zeros, and a first block stores its parts. That pays where the
+  /// blocks of a sequence need not wait long for each other in the beginning, which are
+  /// places / sequences() then, a step one after the other. Only where blocks draw their items:
+  /// then it does not matter in which order they start.
+  bool order_pays() const {
+    const int64_t places = multiprocessors();
+    if (!is_hopper() || shape_.width > 128 || whole_ || all_key_tiles() <= places || plain() == 0) {
+      return false;
+    }
+    const int64_t tile = shape_.width <= 64 ? 128 : 64;
+    const int64_t steps = shape_.group() * ceil_div(shape_.queries, tile);
+    const int64_t of_block = all_key_tiles() * steps / places / (shape_.causal ? 2 : 1);
+    return 33 * std::min(key_tiles(), places / sequences()) < of_block;
   }
   template <class Tile>
   int64_t items() const {
     static_assert(keys_of_item<Tile> == kBackwardKeys);
-    return sequences() * key_tiles() * splits_;
+    return plain() + divided() * division_.splits;
   }
 
   /// In order they are in a row.
@@ -173,7 +200,7 @@ class BackwardLaunches {
   void finish(const BackwardOperands<T>& in) const {
     const int64_t tiles = ceil_div(shape_.queries, int64_t{Tile::kQueries});
     const int64_t parts = whole_ ? 0 : parts_of_tile<Tile> * tiles * shape_.heads * shape_.batch;
-    const int64_t of_keys = splits_ > 1 ? sums_of_keys() / (64 * 64) : 0;
+    const int64_t of_keys = sums_of_keys() / (64 * 32);
     if (parts + of_keys == 0) return;
     launch_clusters_on(stream_, attention_finish_parts<Tile>, 1, true,
                        blocks_for(parts + of_keys, 1), 128, 0, in, static_cast<int>(parts));
@@ -189,8 +216,8 @@ class BackwardLaunches {
   template <class Tile>
   int64_t abreast(bool in_order, int64_t places) const {
     if (!in_order && !shape_.causal) return 1;
-    const int64_t steps =
-        shape_.group() * ceil_div(shape_.queries, int64_t{Tile::kQueries}) / splits_;
+    const int64_t of_tile = shape_.group() * ceil_div(shape_.queries, int64_t{Tile::kQueries});
+    const int64_t steps = plain() > 0 ? of_tile : of_tile / division_.splits;
     const int64_t most = std::max<int64_t>(1, shape_.causal ? steps / 2 : steps);
     const int64_t apart = std::min(2 * ceil_div(shape_.keys, int64_t{keys_of_item<Tile>}), most);
     const int64_t least = std::min(sequences(), ceil_div(2 * places, apart));
@@ -220,15 +247,16 @@ class BackwardLaunches {
         memory_.dv,
         narrow(sequences()),
         narrow(abreast<Tile>(in_order, places)),
-        narrow(splits_),
+        narrow(plain()),
+        narrow(division_.splits),
         whole_};
   }
 
   BackwardMemory<T> memory_;
   AttentionShape shape_;
   float scale_;
-  int64_t splits_;
-  bool whole_;
+  BackwardDivision division_;
+  bool whole_, in_order_;
   int64_t counted_;  // parts of dQ, of which each has a count
   Memory<unsigned> counts_;
   Memory<float> row_sums_, dq_sums_, kv_sums_;
@@ -238,13 +266,13 @@ class BackwardLaunches {
 /// The way to compute the gradients, of a shape that is at least 1 everywhere, of a width and
 /// strides as above, and whose heads are a multiple of kv_heads; with queries in whole tiles, rows
 /// and keys of all heads are at most 2^30. What is written must not overlap what is read. in_order:
-/// the same bits in each call.
+/// the same bits in each call are wanted.
 template <typename T>
 class AttentionBackward {
  public:
   AttentionBackward(const Caller& caller, const BackwardMemory<T>& memory,
                     const AttentionShape& shape, float scale, bool in_order)
-      : launches_(caller, memory, shape, scale, in_order), shape_(shape), in_order_(in_order) {}
+      : launches_(caller, memory, shape, scale, in_order), shape_(shape) {}
 
   std::vector<Way> ways() const {
     const auto of_width = [&]<bool kInOrder>() {
@@ -252,8 +280,8 @@ class AttentionBackward {
              : shape_.width <= 128 ? way<128, kInOrder>()
                                    : way<256, kInOrder>();
     };
-    return {in_order_ ? of_width.template operator()<true>()
-                      : of_width.template operator()<false>()};
+    return {launches_.in_order() ? of_width.template operator()<true>()
+                                 : of_width.template operator()<false>()};
   }
 
  private:
@@ -265,16 +293,18 @@ class AttentionBackward {
     const std::string order = kInOrder ? ", in order" : "";
     if (is_hopper() && kWidth > 128) {
       using Tile = BackwardWideTile<T, kInOrder>;
-      return {kInOrder ? "wgmma, parts of d_q added up by the copy engine, in order"
-                       : "wgmma, parts of d_q added up by atomics",
+      return {(kInOrder ? "wgmma, parts of d_q added up by the copy engine, in order"
+                        : "wgmma, parts of d_q added up by atomics") +
+                  launches_.division_words(),
               flops / 450e6, [self = launches_] { self.template launch_wide<Tile, kInOrder>(); },
               static_cast<int>(sizeof(BackwardWideShared<Tile>))};
     }
     if (is_hopper() && kWidth <= 128) {
       using Tile = BackwardHopperTile<T, kWidth <= 128 ? kWidth : 128>;
-      return {"wgmma, parts of d_q added up by the copy engine" + order, flops / 500e6,
-              [self = launches_] { self.template launch_hopper<Tile, kInOrder>(); },
-              static_cast<int>(sizeof(BackwardHopperShared<Tile>))};
+      return {
+          "wgmma, parts of d_q added up by the copy engine" + order + launches_.division_words(),
+          flops / 500e6, [self = launches_] { self.template launch_hopper<Tile, kInOrder>(); },
+          static_cast<int>(sizeof(BackwardHopperShared<Tile>))};
     }
     using Tile = BackwardTile<T, kWidth>;
     static_assert(sizeof(BackwardShared<Tile>) <= 99 << 10);
@@ -285,7 +315,6 @@ class AttentionBackward {
 
   BackwardLaunches<T> launches_;
   AttentionShape shape_;
-  bool in_order_;
 };
 
 }  // namespace operators::attention

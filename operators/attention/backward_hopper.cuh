@@ -53,8 +53,7 @@ struct BackwardStep {
   int item, count;  // the step's item, or -1 after the last one; how many steps it has
   int key_tile;     // the item's
   int query0;       // where the tile of queries begins
-  int part, next;   // parts of dQ that the tile has: `part` and the one after it; of the next step,
-                    // or -1
+  int part, next;   // of dQ the tile has `part` and the one after it; of the next step, or -1
 };
 
 template <class Tile>
@@ -70,9 +69,11 @@ struct BackwardHopperShared {
   // Of each stage, filled by the producer's threads.
   float log_sums[Tile::kStages][Tile::kQueries], row_sums[Tile::kStages][Tile::kQueries];
   BackwardStep steps[Tile::kStages];
+  // Of each consumer, for the warp that adds in order: its part, or -1 after the last one; how many
+  // tiles of keys come before; its next part, or -1.
   struct {
-    int part, before, next;  // as BackwardStep has them; -1: none follows. How many tiles of keys
-  } posts[2];                // come before. Of each consumer, for the warp that adds in order.
+    int part, before, next;
+  } posts[2];
   Barrier K_full[2], K_empty[2], V_full, V_empty, part_full[2], part_empty[2];
 };
 
@@ -82,13 +83,13 @@ struct BackwardMaps {
   CUtensorMap Q, d_out, K, V;
 };
 
-/// Where splits leave dK and dV of 64 keys of a sequence: sums of kFloats numbers, as they lie in
-/// registers, those of all splits one after the other.
+/// Where splits leave dK and dV of 64 keys: sums of kFloats numbers, as they lie in registers, those
+/// of all splits one after the other.
 template <int kWidth>
 struct KeySums {
   static constexpr int kFloats = 64 * kWidth;
 
-  /// keys64: number of the 64 keys in all tiles of all sequences.
+  /// keys64: number of the 64 keys in all tiles that are divided.
   __device__ static int64_t place(int keys64, bool of_dV, int splits, int split) {
     return ((int64_t{keys64} * 2 + of_dV) * splits + split) * kFloats;
   }
@@ -150,11 +151,10 @@ __device__ __forceinline__ void store_key_sums(const BackwardOperands<T>& in, bo
                                                const Sum<kWidth>& sum, const BackwardPlace& place,
                                                int key0, int keys_of_tile) {
   const float factor = of_dV ? 1 : in.scale;
-  if (in.splits > 1) {
-    const int tiles = ceil_div(in.keys, keys_of_tile) * keys_of_tile / 64;
-    const int keys64 = place.sequence * tiles + key0 / 64;
+  if (place.splits > 1) {
+    const int keys64 = ((place.tile - in.plain) * keys_of_tile + key0 % keys_of_tile) / 64;
     store_sums(sum, factor,
-               in.kv_sums + KeySums<kWidth>::place(keys64, of_dV, in.splits, place.split));
+               in.kv_sums + KeySums<kWidth>::place(keys64, of_dV, place.splits, place.split));
     return;
   }
   const Strides& by = of_dV ? in.dv : in.dk;
@@ -196,7 +196,10 @@ struct BackwardHopperBlock {
   __device__ BackwardPlace place_of(int item) const {
     return BackwardPlace::of_item(in, item, Tile::kKeys);
   }
-  __device__ int items() const { return in.sequences * ceil_div(in.keys, Tile::kKeys) * in.splits; }
+  __device__ int items() const {
+    const int tiles = in.sequences * ceil_div(in.keys, Tile::kKeys);
+    return in.plain + (tiles - in.plain) * in.splits;
+  }
 
   /// The producer warp. One thread starts the copies; all load logarithms and D. Where there is no
   /// query, and where a query sees no key or only logits of -infinity, P has to be 0: the logarithm
@@ -223,7 +226,7 @@ struct BackwardHopperBlock {
       const BackwardPlace place = place_of(item);
       const int key0 = place.key_tile * Tile::kKeys;
       const BackwardSteps<kInOrder> steps(in.first_query(key0) / Tile::kQueries, all_tiles,
-                                          in.group, place.split, in.splits);
+                                          in.group, place.split, place.splits);
       const int count = steps.count(), head0 = place.sequence * in.group;
       const auto part_of = [&](int step) {
         return 2 * ((head0 + steps.of_group(step)) * all_tiles + steps.tile(step));
@@ -451,52 +454,35 @@ struct BackwardHopperBlock {
       dV = {};
       barrier_wait(&shared.K_full[n % 2], n / 2 % 2);
       barrier_wait(&shared.V_full, n % 2);
-      const auto go = [&]<bool kHasKeys>() {
-        for (int step = 0; step < count; ++step) {
-          auto& stage = reader.wait();
-          const int at = reader.ring.stage;
-          if constexpr (kHasKeys) {
-            start_transposed(P, K, stage.Q);
-            start_transposed(dS, shared.V, stage.d_out);
-            wgmma_wait<Tile::kBoxes>();  // the logits
-            to_probabilities(P, at, own_key0);
-            to_factor(P_factor, P);
-            dV.template start_product<kOfQueries>(P_factor, stage.d_out[0].across_k(), true);
-            wgmma_wait<1>();  // dP
-            to_gradients(dS, P, P_factor, at);
-            to_factor(dS_factor, dS);
-          } else {
-            dS = {};
-          }
-          if (step + 1 == count) alone.release(shared.V_empty);
+      for (int step = 0; step < count; ++step) {
+        auto& stage = reader.wait();
+        const int at = reader.ring.stage;
+        start_transposed(P, K, stage.Q);
+        start_transposed(dS, shared.V, stage.d_out);
+        wgmma_wait<Tile::kBoxes>();  // the logits
+        to_probabilities(P, at, own_key0);
+        to_factor(P_factor, P);
+        dV.template start_product<kOfQueries>(P_factor, stage.d_out[0].across_k(), true);
+        wgmma_wait<1>();  // dP
+        if (step + 1 == count) alone.release(shared.V_empty);
+        to_gradients(dS, P, P_factor, at);
+        to_factor(dS_factor, dS);
 #pragma unroll
-          for (int box = 0; box < Tile::kQueries / 64; ++box) {
-            auto& own = reinterpret_cast<Box<T, 64>&>(*shared.dS[at][box].row(64 * consumer));
-            dS.store(own, 64 * box, [&](int i) { return dS.elements[i]; });
-          }
-          shared_fence();
-          named_barrier(1, 256);  // all of dS^T is there
-          start_part(dQ, K, at);
-          if constexpr (kHasKeys) {
-            dK.template start_product<kOfQueries>(dS_factor, stage.Q[0].across_k(), true);
-            wgmma_wait<1>();  // dQ
-          } else {
-            wgmma_wait<0>();
-          }
-          if (step + 1 == count) alone.release(shared.K_empty[n % 2]);
-          add_part(dQ, at);
-          wgmma_wait<0>();
-          reader.give_back();
-          reader.next();
+        for (int box = 0; box < Tile::kQueries / 64; ++box) {
+          auto& own = reinterpret_cast<Box<T, 64>&>(*shared.dS[at][box].row(64 * consumer));
+          dS.store(own, 64 * box, [&](int i) { return dS.elements[i]; });
         }
-      };
-      // The last tile may have no keys for the second consumer. It has zeros for dS, and its share
-      // of dQ, and leaves the tensor cores to the first one.
-      if (own_key0 >= in.keys) {
-        go.template operator()<false>();
-        continue;
+        shared_fence();
+        named_barrier(1, 256);  // all of dS^T is there
+        start_part(dQ, K, at);
+        dK.template start_product<kOfQueries>(dS_factor, stage.Q[0].across_k(), true);
+        wgmma_wait<1>();  // dQ
+        if (step + 1 == count) alone.release(shared.K_empty[n % 2]);
+        add_part(dQ, at);
+        wgmma_wait<0>();
+        reader.give_back();
+        reader.next();
       }
-      go.template operator()<true>();
       const BackwardPlace place = place_of(item);
       store_key_sums(in, true, dV, place, own_key0, Tile::kKeys);
       store_key_sums(in, false, dK, place, own_key0, Tile::kKeys);
@@ -541,68 +527,95 @@ inline constexpr int parts_of_tile = Tile::kWidth / 64 * (Tile::kQueries / 64);
 template <class Tile>
 inline constexpr int keys_of_item = Tile::kKeys* Tile::kBlocks;
 
-/// What splits of 64 keys of a sequence, or other keys, have left in registers' order, added up: a
-/// block owns 64 x 64 numbers of it, and a thread what a consumer's thread had of these. The first
-/// blocks have the parts of dQ, whose keys have been added up already, but if dQ has been whole.
-/// Tiles of queries that see no key are zeros, whatever their sums are. The others, with splits,
-/// have 64 columns of dK or dV of 64 keys.
+/// What a block of attention_finish_parts reads, and where it goes: `count` sums of 64 rows.
+template <typename T>
+struct PartsToFinish {
+  const float* from;
+  int count;
+  int64_t apart;  // numbers from one of them to the next
+  T* to;
+  int64_t stride;
+  int rows, cols;  // that are there
+  float scale;
+};
+
+/// Adds them up, and stores their columns from 0 on, kCols of them. A thread has what a consumer's
+/// thread had. It loads that of several splits before it adds it up, in the order of the splits.
+template <int kCols, typename T>
+__device__ __forceinline__ void finish_parts(const PartsToFinish<T>& of) {
+#if HOPPER_CODE
+  constexpr int kFours = kCols / 8, kAtOnce = 64 / kCols * 2;
+  Sum<kCols> sum = {};
+  for (int i = 0; i < of.count; i += kAtOnce) {
+    float4 fours[kAtOnce][kFours];
+#pragma unroll
+    for (int j = 0; j < kAtOnce; ++j) {
+      const float4* const own =
+          reinterpret_cast<const float4*>(of.from + min(i + j, of.count - 1) * of.apart);
+#pragma unroll
+      for (int k = 0; k < kFours; ++k) {
+        fours[j][k] = i + j < of.count ? own[128 * k + threadIdx.x] : float4{};
+      }
+    }
+#pragma unroll
+    for (int j = 0; j < kAtOnce; ++j) {
+#pragma unroll
+      for (int k = 0; k < kFours; ++k) {
+        float* const to = &sum.elements[4 * k];
+        to[0] += fours[j][k].x, to[1] += fours[j][k].y;
+        to[2] += fours[j][k].z, to[3] += fours[j][k].w;
+      }
+    }
+  }
+  store_rows(sum, of.scale, of.to, of.stride, of.rows, of.cols);
+#endif
+}
+
+/// dQ from its sums, and dK and dV from what splits have left. The first blocks have 64 x 64
+/// numbers of dQ each, but if dQ has been whole. Tiles of queries that see no key are zeros,
+/// whatever their sums are. The others have 32 columns of dK or dV of 64 keys: they are few, and their sums many.
 template <class Tile>
 __global__ void __launch_bounds__(128)
     attention_finish_parts(BackwardOperands<typename Tile::T> in, int parts_of_dQ) {
-#if HOPPER_CODE
   using T = typename Tile::T;
   constexpr int kSideBySide = Tile::kWidth / 64, kParts = parts_of_tile<Tile>;
-  constexpr int kKeys = keys_of_item<Tile>;
+  constexpr int kKeys = keys_of_item<Tile>, kSlices = Tile::kWidth / 32;
   const int all_tiles = ceil_div(in.queries, Tile::kQueries);
   int block = static_cast<int>(blockIdx.x);
-  T* to;
-  int64_t stride;
-  int rows, col0;
-  float scale = in.scale;
-  int splits = 1, steps = 1;  // of these as many as there are steps have left something
-  int64_t apart = 0;
-  const float* from;
+  PartsToFinish<T> of = {};
   if (block < parts_of_dQ) {
     const int part = block % kParts, tile = block / kParts % all_tiles;
     const int sequence = block / kParts / all_tiles;
     const int head = sequence % in.heads, batch = sequence / in.heads;
     const int query0 = tile * Tile::kQueries + 64 * (part / kSideBySide);
-    col0 = 64 * (part % kSideBySide);
-    stride = in.dq.row, rows = in.queries - query0;
-    to = in.dQ + batch * in.dq.batch + head * in.dq.head + query0 * stride;
-    from = in.dq_sums + int64_t{block} * Tile::kPartFloats;
-    if (tile < in.first_query(0) / Tile::kQueries) steps = 0;
-  } else {
-    block -= parts_of_dQ;
-    const int slice = block % kSideBySide, of_dV = block / kSideBySide % 2;
-    const int keys64 = block / kSideBySide / 2, tiles = ceil_div(in.keys, kKeys) * kKeys / 64;
-    const int key0 = keys64 % tiles * 64;
-    const BackwardPlace place(in, key0 / kKeys, 0, keys64 / tiles);
-    const Strides& by = of_dV ? in.dv : in.dk;
-    col0 = 64 * slice;
-    stride = by.row, rows = in.keys - key0;
-    to = (of_dV ? in.dV : in.dK) + place.batch * by.batch + place.kv_head * by.head + key0 * stride;
-    from = in.kv_sums + KeySums<Tile::kWidth>::place(keys64, of_dV, in.splits, 0) + 64 * col0;
-    apart = KeySums<Tile::kWidth>::kFloats;
-    splits = in.splits, scale = 1;
-    const int tile0 = in.first_query(place.key_tile * kKeys) / Tile::kQueries;
-    steps = (all_tiles - tile0) * in.group;
+    const int col0 = 64 * (part % kSideBySide);
+    of.rows = in.queries - query0, of.cols = in.width - col0, of.stride = in.dq.row;
+    of.to = in.dQ + batch * in.dq.batch + head * in.dq.head + query0 * in.dq.row + col0;
+    of.from = in.dq_sums + int64_t{block} * Tile::kPartFloats;
+    of.scale = in.scale;
+    of.count = tile >= in.first_query(0) / Tile::kQueries;
+    if (of.rows <= 0) return;
+    wait_for_previous_kernel();
+    finish_parts<64>(of);
+    return;
   }
-  if (rows <= 0) return;
+  block -= parts_of_dQ;
+  const int col0 = 32 * (block % kSlices), of_dV = block / kSlices % 2;
+  const int keys64 = block / kSlices / 2;
+  const auto place = BackwardPlace::of_tile(in, in.plain + 64 * keys64 / kKeys, kKeys);
+  const int key0 = place.key_tile * kKeys + 64 * keys64 % kKeys;
+  const Strides& by = of_dV ? in.dv : in.dk;
+  of.rows = in.keys - key0, of.cols = in.width - col0, of.stride = by.row;
+  of.to = (of_dV ? in.dV : in.dK) + place.batch * by.batch + place.kv_head * by.head +
+          key0 * by.row + col0;
+  of.from = in.kv_sums + KeySums<Tile::kWidth>::place(keys64, of_dV, in.splits, 0) + 64 * col0;
+  of.apart = KeySums<Tile::kWidth>::kFloats;
+  of.scale = 1;
+  const int tile0 = in.first_query(place.key_tile * kKeys) / Tile::kQueries;
+  of.count = min(in.splits, (all_tiles - tile0) * in.group);  // the others have no step
+  if (of.rows <= 0) return;
   wait_for_previous_kernel();
-  Sum<64> sum = {};
-  for (int split = 0; split < splits; ++split) {
-    if (int64_t{steps} * (split + 1) / splits == int64_t{steps} * split / splits) continue;
-    const float4* const own = reinterpret_cast<const float4*>(from + split * apart) + threadIdx.x;
-#pragma unroll
-    for (int i = 0; i < sum.size() / 4; ++i) {
-      const float4 four = own[128 * i];
-      sum.elements[4 * i] += four.x, sum.elements[4 * i + 1] += four.y;
-      sum.elements[4 * i + 2] += four.z, sum.elements[4 * i + 3] += four.w;
-    }
-  }
-  store_rows(sum, scale, to + col0, stride, rows, in.width - col0);
-#endif
+  finish_parts<32>(of);
 }
 
 }  // namespace operators::attention

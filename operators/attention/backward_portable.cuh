@@ -13,7 +13,7 @@ namespace operators::attention {
 /// What a kernel gets. `out` and `log_sums` are read here. row_sums (batch, heads, queries) is D,
 /// the sum of d_out * out over each row of these; dq_sums is where parts of dQ are added up. Where
 /// that happens in order, counts[part] is how many blocks have added to a part of dQ. Where several
-/// blocks share the steps of a tile of keys, kv_sums is where each leaves its dK and dV (KeySums).
+/// items share the steps of a tile of keys, kv_sums is where each leaves its dK and dV (KeySums).
 template <typename T>
 struct BackwardOperands : AttentionOperands<T> {
   const T* d_out;
@@ -23,7 +23,8 @@ struct BackwardOperands : AttentionOperands<T> {
   Strides d_o, dq, dk, dv;
   int sequences;  // heads of K and V, of all batches
   int abreast;    // of these: see BackwardPlace
-  int splits;     // among how many blocks the steps of a tile of keys are divided
+  int plain;      // so many tiles of keys are an item each
+  int splits;     // and the others so many items
   bool whole;     // one tile has all keys: then a block's part of dQ is dQ
 
   /// The first query that sees key t.
@@ -146,64 +147,71 @@ __device__ __forceinline__ int sequence_of_block() {
   return static_cast<int>(blockIdx.z * gridDim.y + blockIdx.y);
 }
 
-/// What a block has to do is an item: the steps of a tile of keys of a sequence, or one of `splits`
-/// shares of them. Items are numbered through `abreast` sequences at a time: through all of their
-/// first tiles, then through their second ones, and so on.
+/// What a block has to do is an item: the steps of a tile of keys of a sequence; or one of `splits`
+/// shares of them, which the tiles after the first `plain` are divided into. Tiles are numbered
+/// through `abreast` sequences at a time: through all of their first tiles, then through their
+/// second ones, and so on.
 ///
 /// In order, a block adds to a part of dQ after the blocks of the keys before. It waits only for
 /// items of lower numbers. If the blocks that have these have started before it, nobody waits
 /// forever: of all items that have not ended the one with the lowest number waits for none. GPUs so
 /// far start blocks in the order of their numbers, but CUDA's documentation does not promise it.
 struct BackwardPlace {
-  int key_tile, split, kv_head, batch, sequence;
+  int key_tile, kv_head, batch, sequence;
+  int tile = 0;  // its number
+  int split = 0, splits = 1;
 
   template <typename T>
-  __device__ BackwardPlace(const BackwardOperands<T>& in, int tile, int of_tile, int of_sequence)
-      : key_tile(tile),
-        split(of_tile),
+  __device__ BackwardPlace(const BackwardOperands<T>& in, int of_keys, int of_sequence)
+      : key_tile(of_keys),
         kv_head(of_sequence % (in.heads / in.group)),
         batch(of_sequence / (in.heads / in.group)),
         sequence(of_sequence) {}
 
   template <typename T>
+  __device__ static BackwardPlace of_tile(const BackwardOperands<T>& in, int tile,
+                                          int keys_of_tile) {
+    const int of_sequence = ceil_div(in.keys, keys_of_tile);
+    const int first = tile / (in.abreast * of_sequence) * in.abreast;
+    const int together = min(in.abreast, in.sequences - first), rest = tile - first * of_sequence;
+    BackwardPlace place(in, rest / together, first + rest % together);
+    place.tile = tile;
+    return place;
+  }
+  template <typename T>
   __device__ static BackwardPlace of_item(const BackwardOperands<T>& in, int item,
                                           int keys_of_tile) {
-    const int of_sequence = ceil_div(in.keys, keys_of_tile) * in.splits;
-    const int first = item / (in.abreast * of_sequence) * in.abreast;
-    const int together = min(in.abreast, in.sequences - first), rest = item - first * of_sequence;
-    const int of_tile = rest % (together * in.splits);
-    return {in, rest / (together * in.splits), of_tile % in.splits, first + of_tile / in.splits};
+    if (item < in.plain) return of_tile(in, item, keys_of_tile);
+    BackwardPlace place = of_tile(in, in.plain + (item - in.plain) / in.splits, keys_of_tile);
+    place.split = (item - in.plain) % in.splits;
+    place.splits = in.splits;
+    return place;
   }
 };
 
 /// A step of a block is a tile of queries of a head of Q, of the heads that share its keys. In
 /// order, the steps of a block are the first ones of those that the block of the keys before has:
-/// from the last tile on, and the heads alternate. A split has its share of them: one after the
-/// other, or none if there are fewer steps than splits.
+/// from the last tile on, and the heads alternate. Of `splits` shares number `split` has every
+/// splits-th step, from this number on, or none: so that holds for the shares of two tiles of keys
+/// that have the same number, too.
 template <bool kInOrder>
 struct BackwardSteps {
   int tile0, tiles, group;  // tiles from tile0 on have a query that sees a key
-  int first, end;
+  int split, splits;
 
-  __device__ BackwardSteps(int tile, int all_tiles, int heads, int split = 0, int splits = 1)
-      : tile0(tile),
-        tiles(all_tiles - tile),
-        group(heads),
-        first(share(split, splits)),
-        end(share(split + 1, splits)) {}
+  __device__ BackwardSteps(int tile, int all_tiles, int heads, int of_split = 0, int of_splits = 1)
+      : tile0(tile), tiles(all_tiles - tile), group(heads), split(of_split), splits(of_splits) {}
 
-  __device__ int count() const { return end - first; }
+  __device__ int count() const { return ceil_div(max(0, tiles * group - split), splits); }
   __device__ int of_group(int step) const {
-    return kInOrder ? (first + step) % group : (first + step) / tiles;
+    return kInOrder ? number(step) % group : number(step) / tiles;
   }
   __device__ int tile(int step) const {
-    return tile0 + (kInOrder ? tiles - 1 - (first + step) / group : (first + step) % tiles);
+    return tile0 + (kInOrder ? tiles - 1 - number(step) / group : number(step) % tiles);
   }
 
  private:
-  __device__ int share(int split, int splits) const {
-    return static_cast<int>(int64_t{tiles} * group * split / splits);
-  }
+  __device__ int number(int step) const { return split + step * splits; }
 };
 
 /// A lane's sums of kCount x 16 rows become left factors whose columns k to k + 15 they are.
@@ -261,7 +269,7 @@ __global__ void __launch_bounds__(Tile::kThreads, Tile::kBlocks)
   if (!kInOrder && sequence_of_block() >= in.sequences) return;
   const auto place = kInOrder
                          ? BackwardPlace::of_item(in, static_cast<int>(blockIdx.x), kKeys)
-                         : BackwardPlace(in, static_cast<int>(blockIdx.x), 0, sequence_of_block());
+                         : BackwardPlace(in, static_cast<int>(blockIdx.x), sequence_of_block());
   const int key0 = place.key_tile * kKeys, batch = place.batch;
   const int head0 = place.kv_head * in.group;
   const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;

@@ -83,7 +83,7 @@ struct BackwardWideBlock {
         place(BackwardPlace::of_item(in, static_cast<int>(blockIdx.x) / kBlocks, kItemKeys)),
         key0(place.key_tile * kItemKeys + rank * Tile::kKeys),
         steps(in.first_query(place.key_tile * kItemKeys) / Tile::kQueries, all_tiles, in.group,
-              place.split, in.splits) {
+              place.split, place.splits) {
     if (threadIdx.x == 0) {
       // A stage, and a place for dS, is given back by each warp of the consumers of each block.
       prepare(shared.of_Q, 8 * kBlocks, 1 + 32);

@@ -51,40 +51,57 @@ inline constexpr double kMergeTraffic = 1.8;  ///< that partial results are writ
 
 // ---- Gradients, on Hopper -----------------------------------------------------------------------
 
-inline constexpr double kBackwardStep = 2.4;    ///< microseconds of a tile of queries
-inline constexpr double kBackwardItem = 4;      ///< and of an item beside its steps
-inline constexpr double kBackwardAdded = 2;     ///< until the sums of splits are added up
-inline constexpr double kBackwardRate = 1.5e6;  ///< bytes of these in a microsecond
-inline constexpr int64_t kMostSplits = 16;
+// Microseconds; fitted to shapes drawn at random on an H200.
+inline constexpr double kBackwardStep = 2.4, kBackwardStep64 = 2.85;  ///< of a tile of queries
+inline constexpr double kBackwardItem = 4;     ///< of an item beside its steps
+inline constexpr double kBackwardAdded = 2;    ///< until the sums of splits are added up
+inline constexpr double kBackwardSplit = 0.3;  ///< and of each split
+inline constexpr double kBackwardRate = 2e6;   ///< bytes of these sums in a microsecond
+inline constexpr int64_t kMostSplits = 32;
 
-/// What the items of the gradients are, before they are divided.
-struct BackwardItems {
-  double items, steps, mean_steps;  ///< steps of the longest, and of all in the mean
-  double places;                    ///< items that the device has at a time
-  double bytes;                     ///< that a split of an item leaves
+/// What the tiles of keys of the gradients are.
+struct BackwardTiles {
+  int64_t tiles, places;     ///< of all sequences; how many the device has at a time
+  double steps, mean_steps;  ///< of the longest, and of all in the mean
+  double step;               ///< microseconds of one
+  double bytes;              ///< that a split of a tile leaves
 };
 
-/// How long they should take if each is divided among so many.
-inline double microseconds(const BackwardItems& of, int64_t splits) {
-  const double parts = static_cast<double>(splits), all = of.items * parts;
-  const double longest = kBackwardItem + kBackwardStep * std::ceil(of.steps / parts);
-  const double mean = kBackwardItem + kBackwardStep * of.mean_steps / parts;
-  const double added = splits == 1 ? 0 : kBackwardAdded + all * of.bytes / kBackwardRate;
-  if (all <= of.places) return longest + added;
+/// The first `plain` tiles are an item each, and the others `splits` each.
+struct BackwardDivision {
+  int64_t plain = 0, splits = 1;
+};
+
+/// How long they should take.
+inline double microseconds(const BackwardTiles& of, const BackwardDivision& by) {
+  const double splits = static_cast<double>(by.splits), places = static_cast<double>(of.places);
+  const double divided = static_cast<double>(of.tiles - by.plain), all = divided * splits;
+  const double whole = kBackwardItem + of.step * of.steps;
+  const double longest = kBackwardItem + of.step * std::ceil(of.steps / splits);
+  const double mean = kBackwardItem + of.step * of.mean_steps / splits;
+  const double added =
+      by.splits == 1 ? 0
+                     : kBackwardAdded + kBackwardSplit * splits + all * of.bytes / kBackwardRate;
   // Equal items come in rounds; of others the shorter ones fill the gaps.
-  if (of.mean_steps == of.steps) return added + std::ceil(all / of.places) * longest;
-  return added + std::max(longest, all / of.places * mean + longest / 3);
+  const double last = of.mean_steps == of.steps || all <= places
+                          ? std::ceil(all / places) * longest
+                          : std::max(longest, all / places * mean + longest / 3);
+  return static_cast<double>(by.plain / of.places) * whole + last + added;
 }
 
-/// Among how many the steps of an item should be divided: more than one only if that saves a
-/// tenth.
-inline int64_t backward_splits(const BackwardItems& of) {
-  int64_t best = 1;
-  double least = 0.9 * microseconds(of, 1);
+/// How the tiles should be divided: not at all, unless that saves a few per cent; or all; or, where
+/// they are equal, those that do not make a whole round.
+inline BackwardDivision divide(const BackwardTiles& of) {
+  BackwardDivision best;
+  double least = 0.97 * microseconds(of, best);
   const auto most = std::min(kMostSplits, static_cast<int64_t>(of.steps));
-  for (int64_t splits = 2; splits <= most; ++splits) {
-    const double took = microseconds(of, splits);
-    if (took < least) best = splits, least = took;
+  const int64_t whole_rounds = of.mean_steps == of.steps ? of.tiles / of.places * of.places : 0;
+  for (const int64_t plain : {int64_t{0}, whole_rounds}) {
+    for (int64_t splits = 2; splits <= most && plain < of.tiles; ++splits) {
+      const BackwardDivision by = {plain, splits};
+      const double took = microseconds(of, by);
+      if (took < least) best = by, least = took;
+    }
   }
   return best;
 }

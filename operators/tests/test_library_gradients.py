@@ -339,6 +339,19 @@ ATTENTION = [
     (AttentionBackward, dict(batch=2, queries=70, keys=150, heads=2, width=72, causal=1, layout="heads first",
                              deterministic=1)),
 ]
+# On a Hopper of 8 multiprocessors these have so few tiles of keys that their steps are divided; or so many that blocks
+# have several, and those that make no whole round are divided.
+DIVIDED = [
+    (AttentionBackward, dict(queries=140, keys=20, heads=4, kv_heads=1, width=64, type=BFLOAT16)),
+    (AttentionBackward, dict(queries=130, keys=140, heads=2, kv_heads=1, width=24, causal=1, deterministic=1)),
+    (AttentionBackward, dict(queries=70, keys=20, heads=3, kv_heads=1, width=136, type=BFLOAT16)),
+    (AttentionBackward, dict(batch=9, queries=100, keys=20, heads=3, kv_heads=1, width=8)),
+    (AttentionBackward, dict(batch=9, queries=100, keys=20, heads=3, kv_heads=1, width=8, deterministic=1)),
+]
+ATTENTION += [
+    *DIVIDED,
+    (AttentionBackward, dict(batch=5, queries=30, keys=20, heads=2, kv_heads=2, width=24, causal=1)),  # none is divided
+]
 # In each type, of each gate; rows that are aligned and not, or apart; without biases or their gradients.
 GATED = [
     *((GatedBackward, dict(rows=20, inputs=24, hidden=40, gate=gate, type=kind)) for gate in GATES
@@ -441,6 +454,17 @@ for kind, options in ATTENTION:
 print(len(ATTENTION), "are right")
 """, FUSED_KERNELS_CAPABILITY=taken_for)
     assert said == f"{len(ATTENTION)} are right\n"
+
+
+@pytest.mark.parametrize("kind, options", DIVIDED, ids=str)
+def test_steps_of_few_keys_are_divided(kind, options):
+    """On a Hopper of 8 multiprocessors: among blocks that would have nothing to do."""
+    said = run_as_another_gpu("9.0", f"""
+from test_library_gradients import AttentionBackward
+run(AttentionBackward, **{options})
+print("divided" in ways[0])
+""", CUDA_CPU_MULTIPROCESSORS="8")
+    assert said == "True\n"
 
 
 def test_there_are_no_gradients_of_attention_before_compute_capability_8():
