@@ -79,7 +79,11 @@ def _product_of_any_shape(a, b, math, bias):
     if a.dim() == 1:
         return product(a.unsqueeze(0), b, math, bias).squeeze(-2)
     if a.dim() == 2 or b.dim() == 2 and a.stride(-1) != 1 or b.dim() > 2:
-        shape = torch.broadcast_shapes(a.shape[:-2], b.shape[:-2])
+        try:
+            shape = torch.broadcast_shapes(a.shape[:-2], b.shape[:-2])
+        except RuntimeError:
+            raise ValueError(f"b has a batch of {tuple(b.shape[:-2])}, a one of {tuple(a.shape[:-2])}: they cannot be "
+                             "broadcast") from None
         a, b = (each.expand(*shape, *each.shape[-2:]).reshape(-1, *each.shape[-2:]) for each in (a, b))
     else:  # one right factor: left ones below each other are one
         shape, a = a.shape[:-1], a.reshape(-1, a.shape[-1])

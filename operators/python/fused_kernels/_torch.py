@@ -316,13 +316,19 @@ def _functions_of(row):
     return found["functions_of"](row, _function_of)
 
 
+def aligned(tensor):
+    """The tensor, or its copy if its memory does not begin at a multiple of 16 bytes, as that of a part of another tensor
+    may: such gradients come out of a torch.cat(). What PyTorch traces has no memory yet."""
+    return tensor.clone() if type(tensor) in _PLAIN and tensor is not None and tensor.data_ptr() % 16 else tensor
+
+
 def _backward_of(row):
     """backward(ctx, *gradients) as autograd.Function has it, where the gradients are a row of their own."""
     own, kept = _gradients_row(row), _kept(row)
 
     def backward(ctx, *gradients):
         numbers = dict(zip(row.numbers, ctx.numbers)) if row.numbers else {}
-        incoming = {each: d for each, d in zip(row.returned, gradients) if f"d_{each}" in own.operands}
+        incoming = {each: aligned(d) for each, d in zip(row.returned, gradients) if f"d_{each}" in own.operands}
         if all(d is None for d in incoming.values()):
             return (None,) * len(row.operands + (*numbers,))
         saved = dict(zip(kept, ctx.saved_tensors))

@@ -6,7 +6,6 @@ compute all of it, by the same formulas."""
 import ctypes
 import functools
 import itertools
-import math
 import operator
 
 from ._header import FK_BFLOAT16, FK_FLOAT16, FK_FLOAT32, fk_clifford  # LAYOUTS and ORDERS count as the header does
@@ -166,7 +165,8 @@ def _product(a, b, math="tf32"):
     apart = [a[0].numel(), b[0].numel(), a.shape[-2] * b.shape[-1]] if a.dim() == 3 else [0]
     if any(each * a.element_size() % 16 for each in apart):  # matrices of a batch that do not begin where they have to
         return a @ b
-    return binding.calls["product"](a.contiguous(), b, math if a.dtype == torch.float32 else "fp32")
+    a, b = binding.aligned(a.contiguous()), binding.aligned(b)
+    return binding.calls["product"](a, b, math if a.dtype == torch.float32 else "fp32")
 
 
 @functools.cache
@@ -218,10 +218,9 @@ def _terms(signature, order):
     words = blades(sum(signature), order, signature[2])
     places = {frozenset(word): place for place, word in enumerate(words)}
     whole, every = words[places[frozenset(range(sum(signature)))]], triples(signature)
-    squares = [1.0] * signature[0] + [-1.0] * signature[1] + [0.0] * signature[2]
     found = []
     for (i, a), (j, b) in itertools.product(enumerate(words), repeat=2):
-        sign = _sign((*a, *b), whole) * math.prod(squares[vector] for vector in {*a} & {*b})
+        sign = _sign((*a, *b), whole) * _square({*a} & {*b}, signature)
         if sign:
             c = {*a} ^ {*b}
             found.append((i, j, places[frozenset(c)], every.index((len(a), len(c), len(b))), sign))
@@ -314,9 +313,16 @@ def group_action(x, u, w, signature=(3, 0, 1), layout="blades_last", order="null
 @functools.cache
 def _squares(signature, order):
     """What a blade times itself is."""
-    squares = [1.0] * signature[0] + [-1.0] * signature[1] + [0.0] * signature[2]
-    return tuple((-1.0)**(len(word) * (len(word) - 1) // 2) * math.prod(squares[vector] for vector in word)
-                 for word in blades(sum(signature), order, signature[2]))
+    return tuple([(-1.0)**(len(word) * (len(word) - 1) // 2) * _square(word, signature)
+                  for word in blades(sum(signature), order, signature[2])])
+
+
+def _square(vectors, signature):
+    """The product of the squares of these basis vectors."""
+    squares, product = [1.0] * signature[0] + [-1.0] * signature[1] + [0.0] * signature[2], 1.0
+    for vector in vectors:  # torch.compile does not trace math.prod()
+        product *= squares[vector]
+    return product
 
 
 def outer_product(x, y, signature=(3, 0, 0), layout="blades_first", order="grade"):

@@ -101,6 +101,17 @@ def test_second_derivatives():
         alike(one, other, 64)
 
 
+def test_a_gradient_that_begins_anywhere():
+    """That of a part of what torch.cat() has made: its memory begins in the middle of another's."""
+    a, b, first = (numbers(*shape, dtype=FP16, seed=i) for i, shape in enumerate(((5, 8), (8, 3), (1,))))
+    operands = [each.requires_grad_() for each in (a, b)]
+    d = numbers(16, dtype=FP16, seed=5)
+    torch.cat((first, fused_kernels.product(*operands).flatten())).backward(d)
+    d_c = d[1:].double().reshape(5, 3)
+    alike(a.grad, d_c @ b.detach().double().mT, 4)
+    alike(b.grad, a.detach().double().mT @ d_c, 4)
+
+
 @pytest.mark.skipif("FUSED_KERNELS_CAPABILITY" in os.environ, reason="only of Hopper's kernels")
 def test_hopper_reads_a_transposed_factor_as_it_lies():
     if torch.cuda.get_device_capability() != (9, 0):
