@@ -319,7 +319,9 @@ def _functions_of(row):
 def aligned(tensor):
     """The tensor, or its copy if its memory does not begin at a multiple of 16 bytes, as that of a part of another tensor
     may: such gradients come out of a torch.cat(). What PyTorch traces has no memory yet."""
-    return tensor.clone() if type(tensor) in _PLAIN and tensor is not None and tensor.data_ptr() % 16 else tensor
+    if tensor is None or torch.compiler.is_compiling() or type(tensor) not in _PLAIN:
+        return tensor
+    return tensor.clone() if tensor.data_ptr() % 16 else tensor
 
 
 def _backward_of(row):
