@@ -15,12 +15,11 @@ training: both networks begin with the weights that one seed draws, and learn 10
 times: a block, and the network that the .pth files are of, of 10000 vertices, 128 channels and 128 eigenvectors: by
     the original's code, as it is and by torch.compile, with its sparse gradX and gradY; by the same formulas with
     gradients of the spectrum (plain.py), as they are and compiled, which the original has not; and by ours. Each is
-    compared with the original's code in fp64 before. `ms` is launched from the host, whose time is in it. The original
-    cannot be captured in a CUDA graph, as its sparse products wait for the GPU; `graph` is of those that can. Rows take
-    turns, with a cold L2 cache; the median counts. `kernels` is what the profiler adds up. `extra_bytes` is the most
-    memory that a call takes on top of what it is given, `mesh_bytes` what the mesh takes. PyTorch has no sparse
-    products in bf16, so there the original gets dense gradX and gradY. torch.compile loses the gradients of the
-    original's times, which it sets through .data."""
+    compared with the original's code in fp64 before. `ms` is launched from the host, whose time is in it. `graph` is a
+    CUDA graph; of the original none is tried, so that is no comparison with it. Rows take turns, with a cold L2 cache;
+    the median counts. `kernels` is what the profiler adds up. `extra_bytes` is the most memory that a call takes on top
+    of what it is given, `mesh_bytes` what the mesh takes. In bf16 the original gets dense gradX and gradY; sparse ones
+    are not tried. `lacks` counts gradients that a row does not return."""
 
 import argparse
 import contextlib
