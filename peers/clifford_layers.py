@@ -234,6 +234,8 @@ def main():
     rows = [summary(f"{kind}, {n}D", backward, problems) for kind in options.kinds for n in (2, 3)
             for backward in (False, True)]
     columns = ["", *(f"{name} / ours, {which}" for name in (THEIRS, COMPILED) for which in ("least", "mean"))]
+    ran = [i for i in range(len(columns)) if any(row[i] is not None for row in rows)]  # not those left out
+    columns, *rows = [[each[i] for i in ran] for each in [columns, *rows]]
     caption = f"Geometric means and least ratios over {len(sizes)} sizes, PyTorch {torch.__version__}"
     if options.json:
         sys.path.insert(0, str(ROOT / "results" / "questions"))
