@@ -492,9 +492,9 @@ __global__ void __launch_bounds__(kFp32Threads, Tile::kResident)
   }
 }
 
-/// Copies B into rows that are `pitch` apart and aligned. Block (x, y) copies kThreads columns, from
-/// number y kThreads on, of kRows rows: a thread has the loads of all these rows under way together.
-/// The blocks of the first columns also write `count` zeros.
+/// Copies B into rows that are `pitch` apart and aligned. Block (x, y) copies kThreads columns,
+/// from number y kThreads on, of kRows rows: a thread has the loads of all these rows under way
+/// together. The blocks of the first columns also write `count` zeros.
 template <int kThreads, int kRows>
 __global__ void __launch_bounds__(kThreads)
     align_fp32_rows(const float* __restrict__ from, float* __restrict__ to, int rows, int cols,

@@ -65,8 +65,8 @@ __device__ __forceinline__ void copy_lying(T* to, const T* from, int64_t stride,
 }
 
 /// The same of factors of which at least one lies transposed. A step's tiles lie as their matrices
-/// do: rows of a transposed A's tile are of the depth, and columns of a transposed B's. Products are
-/// small: nothing but the next tiles is on its way while a warp loads fragments and multiplies,
+/// do: rows of a transposed A's tile are of the depth, and columns of a transposed B's. Products
+/// are small: nothing but the next tiles is on its way while a warp loads fragments and multiplies,
 /// since other blocks of the multiprocessor do the same.
 template <class Tile, typename T, bool kTurnedA, bool kTurnedB>
 __global__ void __launch_bounds__(Tile::kThreads, Tile::kResident)
