@@ -4,7 +4,7 @@
 //     z  = sum over grades a, c, b of  w[a,c,b] <<x'>_a <y'>_b>_c    <v>_a: v's part of grade a
 //     out = per grade c: z_c / sqrt(mean over features of |z_c|^2 + 1e-6)
 //
-//     (What a grade is, and one element of z written out, come below.)
+//     (Read on, and come back to this: what a grade is, and one element of z, come below.)
 //
 //     x, y, out (2^n blades, batch, features) and w (features, triples): fp32, row-major
 //
@@ -763,8 +763,8 @@ struct OnChip {
 //     over_places     s0      s1      s2      s3      s0      s1      ...    s3
 //     __shfl_sync     every lane takes s0 from lane 0, s1 from lane 1, and so on, and has all four
 //
-// (The last step is an all-gather: all lanes get all results.) With 8 sums leave() takes 9 shuffles
-// and collect() takes 10, where the butterflies take 40.
+// (The last step is an all-gather: all lanes get all results.) With 8 sums leave() takes 4 + 2 + 1
+// shuffles and over_places() 2, so 9, and collect() takes 10, where the butterflies take 40.
 template <int kCount>
 struct RowReduction {
   static constexpr int kSteps = std::bit_width(kCount - 1u), kPlaces = 1 << kSteps;

@@ -94,13 +94,13 @@ struct Copies {
     std::copy(pageable[1].begin(), pageable[1].end(), pinned[1]);
   }
 
-  // The copies go in a circle, so that they can be checked: C comes back to the host, into the
-  // buffer of A, and from there it goes to the device as A. So the A that arrives has to be equal
-  // to the C that has left. B goes to the device from its own buffer. For a small N the lesson
-  // records this in a CUDA graph, which needs copies that do not wait. Your program can say
-  // cudaMemcpy instead, which waits until the copy is done. (cudaStreamPerThread is the default
-  // stream of this thread. By nvcc --default-stream=per-thread, with which the lessons are built, a
-  // launch without a stream goes there, too.)
+  // The copies go in a circle, so that they can be checked without a second buffer: C comes back to
+  // the host, into the buffer of A, and from there it goes to the device as A. So the A that
+  // arrives has to be equal to the C that has left. B goes to the device from its own buffer. For a
+  // small N the lesson records this in a CUDA graph, which needs copies that do not wait. Your
+  // program can say cudaMemcpy instead, which waits until the copy is done. (cudaStreamPerThread is
+  // the default stream of this thread. By nvcc --default-stream=per-thread, with which the lessons
+  // are built, a launch without a stream goes there, too.)
   void copy(float* host_A, const float* host_B, float* A, float* B) const {
     const cudaStream_t stream = cudaStreamPerThread;
     CUDA_CHECK(cudaMemcpyAsync(host_A, C, bytes(), cudaMemcpyDeviceToHost, stream));

@@ -18,7 +18,9 @@
 // and then take away, one by one, the cycles in which no multiply-add starts. Each builds on the
 // one above it:
 //
-//     tile         32 x 32 tiles, a thread owns one element    2 shared reads per multiply-add
+//                                                              reads of shared memory for each
+//                                                              multiply-add
+//     tile         32 x 32 tiles, a thread owns one element    2
 //     registers    128 x 128 tiles, a thread owns 8 x 8        1/4
 //     vectors      the same, moved 16 bytes at a time          1/4, by 1/4 of the loads
 //     async        the next tiles arrive while these are multiplied
@@ -74,11 +76,12 @@ __global__ void matmul_tile(const float* A, const float* B, float* C, int n) {
 
 // ---- registers ----------------------------------------------------------------------------------
 
-// 16 x 16 threads own a 128 x 128 tile of C, and each thread 8 x 8 elements of it. Thread (x, y)
-// has the rows y, y + 16 and so on up to y + 112, and the columns x, x + 16 and so on up to x +
-// 112. So neighbouring threads read neighbouring elements of b_tile. These lie in different banks:
-// shared memory has 32 of them, and each delivers 4 bytes a cycle. For each k a thread reads 8
-// numbers of A and 8 of B from shared memory, for 64 multiply-adds.
+// 16 x 16 threads own a 128 x 128 tile of C, and each thread 8 x 8 elements of it. (The launch has
+// 256 threads in a row; x and y are worked out from the thread's number.) Thread (x, y) has the
+// rows y, y + 16 and so on up to y + 112, and the columns x, x + 16 and so on up to x + 112. So
+// neighbouring threads read neighbouring elements of b_tile. These lie in different banks: shared
+// memory has 32 of them, and each delivers 4 bytes a cycle. For each k a thread reads 8 numbers of
+// A and 8 of B from shared memory, for 64 multiply-adds.
 //
 // Its 64 sums stay in registers until the end. For that the loops over i and j have to be unrolled:
 // a register has no address, so `sum` can only be in registers if each index is a constant.
@@ -246,7 +249,10 @@ __global__ void __launch_bounds__((BM / TM) * (BN / TN), 2)
 
 // ---- async --------------------------------------------------------------------------------------
 
-// A stage: a tile of A, transposed, and one of B.
+// A stage: a tile of A, transposed, and one of B. The rows of `a` are padded by 4 floats, as in
+// *vectors*, so they stay aligned to 16 bytes. Here a warp copies 16 of k for each of 2 rows. With
+// rows of 132 floats element (k, row) is on bank 4 * k + row, so k and k + 8 meet: such a copy
+// takes two turns, where rows of 128 floats would take 16.
 template <int BM, int BN, int BK>
 struct TilePair {
   float a[BK][BM + 4];

@@ -23,7 +23,7 @@
 // memory, and receive elements of these rows.
 //
 // The arithmetic of lesson 2's inner loop, 128 multiply-adds of a thread, now takes two
-// instructions. Two other things decide how near a kernel comes to the tensor cores' rate:
+// instructions. Two things decide how near a kernel then comes to the tensor cores' rate:
 //
 //   - Shared memory. It has 32 banks of 4 bytes, so places that are a multiple of 128 bytes apart
 //     are in the same bank. ldmatrix reads 8 rows of 16 bytes at a time. If the rows of a tile are
@@ -218,14 +218,15 @@ __global__ void __launch_bounds__(32 * kWarpsM * kWarpsN)
 // cache: what one block has read, the others find there. So which tiles of C should they have? Take
 // tiles of 256 x 128 elements, as in *lean*, below. An H100 works on 132 of them at a time, one on
 // each multiprocessor. At N = 4096 a row of tiles has 32 of them. Taken row by row, 132 tiles are
-// about four rows of tiles, 1056 rows of C with all their 4096 columns. Then the blocks read 1056
-// rows of A and 4096 columns of B. Or the 132 tiles can be a square of about 2080 x 2080. Then the
-// blocks read 2080 rows and 2080 columns, which is less.
+// 132 / 32 = 4.125 rows of tiles, 4.125 x 256 = 1056 rows of C with all their 4096 columns. Then
+// the blocks read 1056 rows of A and 4096 columns of B. Or the 132 tiles can be a square of about
+// 2080 x 2080, as many elements. Then the blocks read 2080 rows and 2080 columns, which is less.
 //
 // So kGroup rows of tiles form a group, and the numbers of the blocks go down one column of the
 // group, then down the next column. With tiles of 256 x 128 kGroup is 8. So a group has 2048 rows
-// of C, and 132 tiles are 16 or 17 columns of tiles in it, which is nearly that square. As a
-// smaller example, these are the numbers of the blocks for 6 x 5 tiles and kGroup = 3:
+// of C, and 132 tiles are 16.5 columns of tiles in it, 2112 columns of C: nearly that square. The
+// grid has one dimension, so blockIdx.x is the number of a block. As a smaller example, these are
+// the numbers of the blocks for 6 x 5 tiles and kGroup = 3:
 //
 //      0  3  6  9 12
 //      1  4  7 10 13
@@ -313,7 +314,8 @@ __device__ void store_pair(half* C, int row, int col, int n, float left, float r
 //     |  0  |  2  |    those of matrix 1, and so on. So lane l passes the address of row l % 16,
 //     +-----+-----+    from lane 16 on in the right half. Then lane l holds one register of each
 //     |  1  |  3  |    matrix: two neighbours of the matrix's row l / 4, from column 2 * (l % 4).
-//     +-----+-----+    (With .trans: two elements of column l / 4, one below the other.)
+//     +-----+-----+    (With .trans: two elements of column l / 4, one below the other.) Whose
+//                      address a lane passes has nothing to do with what it receives.
 //
 // mma_m16n8k16<half>(s, a, b0, b1) is one mma.sync: s += a b, where b is in the registers b0 and
 // b1. Of A, the four matrices of an ldmatrix are one left factor. Of B they are two right factors,
@@ -342,7 +344,7 @@ __global__ void __launch_bounds__(32 * kWarpsM * kWarpsN)
   int tile_m, tile_n;
   tile_of_block<kSquareRows / BM>((n + BM - 1) / BM, (n + BN - 1) / BN, tile_m, tile_n);
   const int row0 = tile_m * BM, col0 = tile_n * BN;
-  float sum[WM / 16][WN / 8][4] = {};
+  float sum[WM / 16][WN / 8][4] = {};  // [16 rows][8 columns][a lane's four]
   for (int k0 = 0; k0 < n; k0 += BK) {
     copy_swizzled_tile<BM, BK, kThreads, kWidth>(a_tile, A, row0, k0, n);
     copy_swizzled_tile<BK, BN, kThreads, kWidth>(b_tile, B, k0, col0, n);

@@ -96,6 +96,9 @@ using Operands = DiffusionOperands;
 // and `shift` are 0, and to add them changes nothing. Skip each `if constexpr (kPass ==
 // Pass::backward)`, and whatever is named time_sum, time_sums or time_rows: these are for dTimes.
 //
+// The left factor of the first product is basis^T, and the basis comes to shared memory as it lies,
+// with a row for each vertex: so this factor lies transposed there.
+//
 // The words, from primitives/:
 //   - copy_swizzled starts the copies of a tile to shared memory. copies_ahead starts those of the
 //     steps to come, and its next() waits until those of this step are there (lesson 3's *stages*).

@@ -484,9 +484,9 @@ __global__ void __launch_bounds__(kThreads) associated_features(Operands in, con
 //
 //     [ar | ai] = Gr [M1 | M2] + Gi [-M2 | M1],   xr = Gr x,   xi = Gi x
 //
-// (Why is Gr [M1 | M2 | x] not one product of 192 columns? Gi [-M2 | M1], which is added to a part
-// of the same registers, has 128 columns. Products that are added to the same registers may follow
-// each other at once only if all have the same shape: PTX ISA, "wgmma.fence".)
+// (Why is Gr [M1 | M2 | x] not one product of 192 columns? Two wgmma that add to the same registers
+// may follow each other without a wait only if both have the same number of columns: PTX ISA,
+// "wgmma.fence". The second one here, Gi [-M2 | M1], has 128, so the first has 128, too.)
 //
 // The words of the product, from primitives/hopper/tiles.cuh:
 //   - Box<bf16, 64>: 64 rows of 64 numbers in shared memory, swizzled: what one copy brings.

@@ -28,17 +28,20 @@
 // (The third pair is no measure of fusion: *fused tiles* says why.)
 //
 // How does a row come together, and which product makes its logits? The rows of a table are named
-// after the two:
+// after the two. Below each product stand its rows:
 //
-//     how a row comes together               simple product    on tensor cores, 128    lesson 3's
-//                                            (CUDA cores)      columns at most         product
-//     unfused: logits go to memory, and a    unfused tiles     unfused tensor cores    unfused
-//       kernel after it reads them                                                     specialized
-//     fused: one block has whole rows        fused tiles       fused tensor cores
-//     fused: the blocks of a row tell        exchange tiles                            fused
-//       each other maximum and sum                                                     specialized
-//     online: logits and each part's         online tiles                              online
-//       maximum and sum go to memory                                                   specialized
+//     simple product, on the CUDA cores
+//       unfused tiles          logits go to memory, and a kernel after it reads them
+//       fused tiles            one block has whole rows
+//       exchange tiles         the blocks of a row tell each other maximum and sum
+//       online tiles           logits and each part's maximum and sum go to memory
+//     on tensor cores, for 128 columns at most
+//       unfused tensor cores   logits go to memory, as above
+//       fused tensor cores     one block has whole rows
+//     lesson 3's product
+//       unfused specialized    logits go to memory, as above
+//       fused specialized      the blocks of a row tell each other maximum and sum
+//       online specialized     logits and each part's maximum and sum go to memory
 //
 // Three more kernels have a product of their own:
 //
@@ -49,7 +52,7 @@
 //                      so the loads of 128 inputs are under way at once
 //
 // *specialized* has lesson 3's warp specialization, pipeline of stages, and clusters of blocks that
-// share what they copy. The simple products are there to be read; judge by the other two columns.
+// share what they copy. The simple products are there to be read; judge by the other two.
 //
 // So the ideas lead to *fused tensor cores* for up to 128 columns. For more columns they lead to
 // *fused specialized*, or to *online specialized* where a row of logits has more tiles than run at
@@ -736,11 +739,12 @@ struct ClusterShared {
   static constexpr int kOwnRows = kRows / kSplits;  // that a block finishes
   static constexpr int kBoxes = kInputs / kStep;
   static_assert(kRows % kSplits == 0 && kInputs % kStep == 0);
-  // How many floats of a row one block sends to another: the columns, and padding. It is 8 times
-  // some number, plus 4. Stores of 8 bytes go by half warps. Lanes with the same lane % 4 have the
-  // same row, so a half warp stores 8 floats of each of the rows 0, 2, 4 and 6. With a stride of 8
-  // m + 4 these begin on the banks 0, 8, 16 and 24, in some order, so there is no conflict. (There
-  // may be one where the rows are in two outboxes.) Copies need a multiple of 4.
+  // How many floats of a row one block sends to another: the columns, and padding, so that the four
+  // rows that a half warp stores begin 8 banks apart. It is 8 times some number, plus 4. Stores of
+  // 8 bytes go by half warps. Lanes with the same lane % 4 have the same row, so a half warp stores
+  // 8 floats of each of the rows 0, 2, 4 and 6. With a stride of 8 m + 4 these begin on the banks
+  // 0, 8, 16 and 24, in some order, so there is no conflict. (There may be one where the rows are
+  // in two outboxes.) Copies need a multiple of 4.
   static __device__ int stride(int C) { return (C + 7) / 8 * 8 + 4; }
   static constexpr int kMostStride = kClasses + 4;
 
@@ -923,8 +927,9 @@ __global__ void HOPPER_CLUSTER(kSplits) __launch_bounds__(2 * kClasses, 1)
 //
 //     Posted     from the highest bit: 31 bits of the sum, 1 bit "turn", 32 bits of the maximum
 //
-// How does a reader know that these 8 bytes are of this launch? The sum can spare its last bit. In
-// its place is the turn, and readers read again until it is this launch's turn:
+// How does a reader know that these 8 bytes are of this launch? The sum can spare its last bit:
+// without it a sum changes by 2^-23 of itself at most. In its place is the turn, and readers read
+// again until it is this launch's turn:
 //
 //     launch     writes turn    finds in an entry, until it has been written
 //     first      1              0: memory begins as zeros

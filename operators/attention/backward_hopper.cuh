@@ -97,7 +97,8 @@ struct KeySums {
 
 #if HOPPER_CODE
 /// Rounds a warpgroup's sums, times `factor`, and stores them where `to` begins, in rows `stride`
-/// elements apart; as many as there are `rows` and `cols` there, a multiple of 8. All lanes call it.
+/// elements apart; as many as there are `rows` and `cols` there, a multiple of 8. All lanes call
+/// it.
 template <typename T, int kCols>
 __device__ __forceinline__ void store_rows(const Sum<kCols>& sum, float factor, T* to,
                                            int64_t stride, int rows, int cols) {
