@@ -20,19 +20,37 @@ import pathlib
 import statistics
 import sys
 
-import torch
-
-import clifford
-import connected
-import measure
-from operators import Case, compiled, drawer, for_many_sizes
-
 ROOT = pathlib.Path(__file__).resolve().parents[1]
 BATCHES, FEATURES = (1024, 2048, 4096, 8192), (128, 256, 512, 1024)
 THEIRS, COMPILED, OURS = "flash-clifford", "torch.compile", "ours"
 KINDS = ("weighted", "connected", "layer")
 TOLERANCE = {"weighted": 1e-5, "connected": 3e-3, "layer": 3e-3}  # fp32, and products in TF32
 ROWS_AT_A_TIME = 512  # of the formula in fp64
+
+
+def asked():
+    """What the command line says."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--flash-clifford", required=True, help="a clone of it")
+    parser.add_argument("--json", type=pathlib.Path, help="write a record to this file")
+    parser.add_argument("--batches", type=int, nargs="+", default=BATCHES)
+    parser.add_argument("--features", type=int, nargs="+", default=FEATURES)
+    parser.add_argument("--sizes", nargs="+", help="BATCHxFEATURES, instead of all pairs of these")
+    parser.add_argument("--kinds", nargs="+", choices=KINDS, default=KINDS)
+    parser.add_argument("--without", nargs="+", choices=(THEIRS, COMPILED, OURS), default=(), help="what to leave out")
+    parser.add_argument("--budget", type=float, default=60, help="ms of samples a row")
+    return parser.parse_args()
+
+
+if __name__ == "__main__":
+    OPTIONS = asked()  # before PyTorch is imported, which --help does not need
+
+import torch
+
+import clifford
+import connected
+import measure
+from operators import Case, compiled, drawer, for_many_sizes
 
 
 class Kept:
@@ -184,17 +202,7 @@ def compile_before(path, name, n, kind, sizes):
         print(f"{name}, {kind} {n}D: {error}", file=sys.stderr)
 
 
-def main():
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--flash-clifford", required=True, help="a clone of it")
-    parser.add_argument("--json", type=pathlib.Path, help="write a record to this file")
-    parser.add_argument("--batches", type=int, nargs="+", default=BATCHES)
-    parser.add_argument("--features", type=int, nargs="+", default=FEATURES)
-    parser.add_argument("--sizes", nargs="+", help="BATCHxFEATURES, instead of all pairs of these")
-    parser.add_argument("--kinds", nargs="+", choices=KINDS, default=KINDS)
-    parser.add_argument("--without", nargs="+", choices=(THEIRS, COMPILED, OURS), default=(), help="what to leave out")
-    parser.add_argument("--budget", type=float, default=60, help="ms of samples a row")
-    options = parser.parse_args()
+def main(options):
     path = str(pathlib.Path(options.flash_clifford).resolve())
     sizes = [(b, f) for b in options.batches for f in options.features]
     if options.sizes:
@@ -264,4 +272,4 @@ def summary(label, backward, problems):
 
 
 if __name__ == "__main__":
-    main()
+    main(OPTIONS)

@@ -15,18 +15,33 @@ import random
 import statistics
 import sys
 
-import torch
-
-import measure
-from clifford import product_of_blades
-from operators import TYPES, compiled, drawer, in_default_mode
-
 ROOT = pathlib.Path(__file__).resolve().parents[1]
 ALGEBRAS = {  # signature: the squares of its vectors in the order of its words, and how the library calls that order
     (3, 0, 1): ([0, 1, 1, 1], "null_first"), (1, 3, 0): ([1, -1, -1, -1], "shortlex"),
     (3, 0, 0): ([1, 1, 1], "shortlex")}
 COPY, EINSUM, COMPILED, OURS = "copy", "einsum", "torch.compile", "ours"
 TOLERANCE = {"fp32": 1e-6, "bf16": 2.0**-8, "fp16": 2.0**-11}
+
+
+def asked():
+    """What the command line says."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--items", type=int, default=65536)
+    parser.add_argument("--channels", type=int, default=16)
+    parser.add_argument("--types", nargs="+", choices=TOLERANCE, default=["fp32", "bf16"])
+    parser.add_argument("--without", nargs="+", choices=[EINSUM, COMPILED], default=(), help="peers to leave out")
+    parser.add_argument("--json", type=pathlib.Path, help="write a record to this file")
+    return parser.parse_args()
+
+
+if __name__ == "__main__":
+    OPTIONS = asked()  # before PyTorch is imported, which --help does not need
+
+import torch
+
+import measure
+from clifford import product_of_blades
+from operators import TYPES, compiled, drawer, in_default_mode
 
 
 @functools.lru_cache(None)
@@ -93,14 +108,7 @@ def measured(expected, peers, tolerance, turns=40):
     return {name: 1e3 * statistics.median(each) for name, each in samples.items()}, errors
 
 
-def main():
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--items", type=int, default=65536)
-    parser.add_argument("--channels", type=int, default=16)
-    parser.add_argument("--types", nargs="+", choices=TOLERANCE, default=["fp32", "bf16"])
-    parser.add_argument("--without", nargs="+", choices=[EINSUM, COMPILED], default=(), help="peers to leave out")
-    parser.add_argument("--json", type=pathlib.Path, help="write a record to this file")
-    options = parser.parse_args()
+def main(options):
     sys.path[:0] = [str(ROOT / "operators" / "python"), str(ROOT / "results" / "questions")]
     from answers import finish
     in_default_mode()
@@ -120,4 +128,4 @@ def main():
 
 
 if __name__ == "__main__":
-    main()
+    main(OPTIONS)

@@ -156,8 +156,8 @@ class BackwardLaunches {
          .step = shape_.width <= 64 ? kBackwardStep64 : kBackwardStep,
          .bytes = 8.0 * kBackwardKeys * static_cast<double>(tile_width())});
   }
-  /// In order a sum need not begin as zeros, and a first block stores its parts. That pays where the
-  /// blocks of a sequence need not wait long for each other in the beginning, which are
+  /// In order a sum need not begin as zeros, and a first block stores its parts. That pays where
+  /// the blocks of a sequence need not wait long for each other in the beginning, which are
   /// places / sequences() then, a step one after the other. Only where blocks draw their items:
   /// then it does not matter in which order they start.
   bool order_pays() const {

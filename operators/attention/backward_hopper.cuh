@@ -83,8 +83,8 @@ struct BackwardMaps {
   CUtensorMap Q, d_out, K, V;
 };
 
-/// Where splits leave dK and dV of 64 keys: sums of kFloats numbers, as they lie in registers, those
-/// of all splits one after the other.
+/// Where splits leave dK and dV of 64 keys: sums of kFloats numbers, as they lie in registers,
+/// those of all splits one after the other.
 template <int kWidth>
 struct KeySums {
   static constexpr int kFloats = 64 * kWidth;
@@ -574,7 +574,8 @@ __device__ __forceinline__ void finish_parts(const PartsToFinish<T>& of) {
 
 /// dQ from its sums, and dK and dV from what splits have left. The first blocks have 64 x 64
 /// numbers of dQ each, but if dQ has been whole. Tiles of queries that see no key are zeros,
-/// whatever their sums are. The others have 32 columns of dK or dV of 64 keys: they are few, and their sums many.
+/// whatever their sums are. The others have 32 columns of dK or dV of 64 keys: they are few, and
+/// their sums many.
 template <class Tile>
 __global__ void __launch_bounds__(128)
     attention_finish_parts(BackwardOperands<typename Tile::T> in, int parts_of_dQ) {

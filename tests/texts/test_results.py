@@ -83,7 +83,8 @@ def test_the_copy_with_other_stages_fits_the_lesson():
 # Every script that takes arguments, by its path.
 SCRIPTS = [
     *(f"results/{name}.py" for name in ("count_clifford", "counters", "plot", "record", "update_readme")),
-    "cpu/cu2cpp.py", "docs/functions.py", "docs/steps.py", "docs/pictures/draw.py", "peers/compare.py", "slides/build.py",
+    "cpu/cu2cpp.py", "docs/functions.py", "docs/steps.py", "docs/pictures/draw.py",
+    *(f"peers/{name}.py" for name in ("clifford_layers", "compare", "multivector_products")), "slides/build.py",
     "tests/texts/book.py", "tests/texts/closure.py", "tests/first_minutes.py", "tests/lessons/hopper_mutants.py",
 ]
 
