@@ -50,8 +50,8 @@ def product(a, b, math="fp32", bias=None):
 
     Layout: elements of a row are neighbours or, as in w.t(), those of a column: nothing has to be copied for that. Rows
     (or columns) may be further apart than they are long, a multiple of 16 bytes; with torch.float32 and math="fp32" the
-    library copies them then. Matrices of a batch may lie anywhere that is a multiple of 16 bytes apart; where more dimensions are
-    one batch, PyTorch copies what it cannot view as that.
+    library copies them then. Matrices of a batch may lie anywhere that is a multiple of 16 bytes apart; where more
+    dimensions are one batch, PyTorch copies what it cannot view as that.
 
     torch.autocast: operands become of its type, as those of PyTorch's product do, but torch.float64 stays. With another
     `math` than "fp32" they all stay as they are.
@@ -113,8 +113,8 @@ def gating(x, w1, w2, b1=None, b2=None, gate="sigmoid", math="fp32", y=None, gat
     apart as those of x.
 
     Layout: rows of x may be further apart than they are long, a multiple of 16 bytes; with torch.float32 and
-    math="fp32" the library copies them then. Weights and biases are contiguous. (The weight of a torch.nn.Linear is (hidden, inputs):
-    keep w.t().contiguous().)
+    math="fp32" the library copies them then. Weights and biases are contiguous. (The weight of a torch.nn.Linear is
+    (hidden, inputs): keep w.t().contiguous().)
 
     torch.autocast: operands become of its type, if that is one of the above, but torch.float64 stays; with another
     `math` than "fp32" they all stay as they are.
