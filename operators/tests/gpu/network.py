@@ -116,8 +116,8 @@ def main():
             kernels = [{"name": name, "ms": {"median": time}, "error": errors.get(name)}
                        for name, time in found.items()]
             problems.append({"name": label, "kernels": kernels})
-    if options.json:
-        cases.write_record(options.json, problems)
+            if options.json:  # what there is so far
+                cases.write_record(options.json, problems)
 
 
 if __name__ == "__main__":
