@@ -406,15 +406,17 @@ class MiniMLP(torch.nn.Sequential):
         """One node, if its layers are what they were at first, and it is called eagerly."""
         if not x.is_cuda or x.dtype == torch.float64 or torch.compiler.is_compiling():
             return super().forward(x)
-        operands, dropped = [], 0
+        operands, shares = [], set()
         for each in self:
             if type(each) is torch.nn.Linear and each.bias is not None:
                 operands += each.weight, each.bias
             elif type(each) is torch.nn.Dropout:
-                dropped = each.p if each.training else 0
+                shares.add(each.p if each.training else 0)
             elif type(each) is not torch.nn.ReLU:
                 return super().forward(x)
-        return _Layers.apply(dropped, x, *operands)
+        if len(shares) > 1:
+            return super().forward(x)
+        return _Layers.apply(shares.pop() if shares else 0, x, *operands)
 
 
 # ---- The networks ----------------------------------------------------------------------------------------------------
