@@ -13,10 +13,10 @@ Only the spectral method is here. Between the two transforms everything has a ro
 gradX and gradY only gr = gradX evecs and gi = gradY evecs are needed, (vertices, eigen), and the gradients' weights are
 applied to the spectrum. On a GPU, in torch.bfloat16 and torch.float16, diffusion() and gradient_features() compute it,
 forward and backward. They read mass, evals and times in that type, too. In torch.float32 they do so for lists of meshes
-alone; else product() multiplies, because backward that is faster. All this fp32 is multiplied with math="tf32x3": that
-is about as accurate as PyTorch's products in fp32, which run on the CUDA cores, while these run on tensor cores. After
-torch.set_float32_matmul_precision("high") products of fp32 are PyTorch's, and operators multiply with math="tf32". All
-else, the CPU and torch.float64, are PyTorch's products, by the same formulas.
+alone; else product() multiplies, because backward that is faster, and the MLPs' linear layers, too. All this fp32 is
+multiplied with math="tf32x3": that is about as accurate as PyTorch's products in fp32, which run on the CUDA cores,
+while these run on tensor cores. After torch.set_float32_matmul_precision("high") it is math="tf32". All else, the CPU
+and torch.float64, are PyTorch's products, by the same formulas.
 
 What autograd sees of a block are a few nodes, each with its own backward pass: an MLP is one, and in torch.float32 so
 is all before it. Else the host would take longer to start a block's kernels than the GPU to run them. So hooks of an
@@ -175,35 +175,28 @@ def _has_operators(mesh):
     return mesh.evecs.is_cuda and mesh.evecs.dtype != torch.float64 and (not is_fp32 or mesh.offsets is not None)
 
 
-def _may_take_tf32():
-    return torch.get_float32_matmul_precision() != "highest"
-
-
 def _math_of(dtype):
-    """How operators multiply."""
-    return "fp32" if dtype != torch.float32 else "tf32" if _may_take_tf32() else "tf32x3"
+    """How operators and products multiply."""
+    if dtype != torch.float32:
+        return "fp32"
+    return "tf32x3" if torch.get_float32_matmul_precision() == "highest" else "tf32"
 
 
 # ---- Nodes of autograd: several layers each --------------------------------------------------------------------------
 
 
-def _multiply(a, b):
-    """In fp32."""
-    return torch.matmul(a, b) if _may_take_tf32() else calls["product"](a, b, "tf32x3")
-
-
-def _linear(x, weight, bias):
+def _linear(x, weight, bias, math):
     """Of a torch.nn.Linear and rows."""
-    if x.dtype != torch.float32 or _may_take_tf32():
+    if x.dtype != torch.float32:
         return torch.addmm(bias, x, weight.t())
-    return calls["product_bias"](x, weight.t(), bias, "tf32x3")
+    return calls["product_bias"](x, weight.t(), bias, math)
 
 
-def _linear_gradients(d, x, weight, needs_x, needs_weight, needs_bias):
+def _linear_gradients(d, x, weight, math, needs_x, needs_weight, needs_bias):
     """Of x, the weight and the bias, or None."""
-    if x.dtype != torch.float32 or _may_take_tf32():
-        return (d @ weight if needs_x else None, d.t() @ x if needs_weight else None, d.sum(0) if needs_bias else None)
-    d_x, d_weight, d_bias = calls["product_backward"](d, x, weight.t(), "tf32x3", needs_x, needs_weight, needs_bias)
+    if x.dtype != torch.float32:
+        return d @ weight if needs_x else None, d.t() @ x if needs_weight else None, d.sum(0) if needs_bias else None
+    d_x, d_weight, d_bias = calls["product_backward"](d, x, weight.t(), math, needs_x, needs_weight, needs_bias)
     return d_x, d_weight.t() if needs_weight else None, d_bias
 
 
@@ -221,46 +214,44 @@ class _Layers(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx, dropped, x, *operands):
-        weights, kept, rows = [each.to(x.dtype) for each in operands], [], x.reshape(-1, x.shape[-1])
-        for at in range(0, len(weights), 2):
-            if at:
-                rows = rows.relu_()
-            if at and dropped:
+        weights, kept, math = [each.to(x.dtype) for each in operands], [], _math_of(x.dtype)
+        rows = _linear(x.reshape(-1, x.shape[-1]), *weights[:2], math)
+        for at in range(2, len(weights), 2):
+            rows = rows.relu_()
+            if dropped:
                 rows = torch.native_dropout(rows, dropped, True)[0]
             kept.append(rows)
-            rows = _linear(rows, *weights[at:at + 2])
-        ctx.dropped = dropped
-        ctx.save_for_backward(x, *operands, *kept, *weights[::2])
+            rows = _linear(rows, *weights[at:at + 2], math)
+        ctx.numbers = dropped, math
+        ctx.save_for_backward(x, *operands, *kept)
         return rows.view(*x.shape[:-1], -1)
 
     @staticmethod
     def backward(ctx, d):
-        count, (_, *needed), scale = len(ctx.saved_tensors) // 4, ctx.needs_input_grad, _scale_of(ctx.dropped)
-        inputs, kept, weights = (ctx.saved_tensors[at:end] for at, end in (
-            (0, 2 * count + 1), (2 * count + 1, 3 * count + 1), (3 * count + 1, None)))
+        (dropped, math), (_, *needed), saved = ctx.numbers, ctx.needs_input_grad, ctx.saved_tensors
+        inputs, kept = saved[:len(needed)], saved[len(needed):]
+        scale = 0 if dropped == 1 else 1 / (1 - dropped)
         if torch.is_grad_enabled():
             return None, *_by_autograd(lambda: _again(scale, kept, *inputs), inputs, needed, d)
-        rows, found = aligned(d.reshape(-1, d.shape[-1]).contiguous()), []
-        for at in reversed(range(count)):
-            needs_x = at > 0 or needed[0]
-            rows, *own = _linear_gradients(rows, kept[at], weights[at], needs_x, *needed[2 * at + 1:2 * at + 3])
+        x, found = inputs[0], []
+        kept = x.reshape(-1, x.shape[-1]), *kept
+        d = aligned(d.reshape(-1, d.shape[-1]).contiguous())
+        for at in range(len(kept) - 1, -1, -1):
+            weight = inputs[2 * at + 1].to(x.dtype)
+            d, *own = _linear_gradients(d, kept[at], weight, math, at > 0 or needed[0], *needed[2 * at + 1:2 * at + 3])
             found = own + found
             if at:
-                rows = torch.ops.aten.threshold_backward(rows, kept[at], 0)
-            if at and ctx.dropped:
-                rows = rows.mul_(scale)
-        return None, rows.view(inputs[0].shape) if needed[0] else None, *found
-
-
-def _scale_of(dropped):
-    return 0 if dropped == 1 else 1 / (1 - dropped)
+                d = _threshold_backward(d, kept[at], 0)
+            if at and dropped:
+                d = d.mul_(scale)
+        return None, d.view(x.shape) if needed[0] else None, *found
 
 
 def _again(scale, kept, x, *operands):
     """What _Layers computed, by operators of PyTorch."""
-    for at, given in enumerate(kept):
-        if at:
-            x = x * (given > 0).view(x.shape) * scale
+    x = torch.nn.functional.linear(x, *(each.to(x.dtype) for each in operands[:2]))
+    for at, given in enumerate(kept, 1):
+        x = x * (given > 0).view(x.shape) * scale
         x = torch.nn.functional.linear(x, *(each.to(x.dtype) for each in operands[2 * at:2 * at + 2]))
     return x
 
@@ -271,55 +262,60 @@ class _Spectrum(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx, block, mesh, x, times, *weights):
-        own, (vertices, width) = mesh.factors, x.shape[-2:]
+        own, product, math = mesh.factors, calls["product"], _math_of(torch.float32)
+        vertices, width = x.shape[-2:]
+        apart = *x.shape[:-2], -1, vertices, width  # what is below each other, such as real and imaginary parts
         damping = torch.exp(own.minus_evals * times)
-        spectral = damping * _multiply(own.evecs_t, mesh.mass.unsqueeze(-1) * x)
-        results = _multiply(own.basis if weights else mesh.evecs, spectral)
-        parts, kept = [x, results[..., :vertices, :]], []
+        spectral = damping * product(own.evecs_t, (mesh.mass.unsqueeze(-1) * x).contiguous(), math)
+        results = product(own.basis if weights else mesh.evecs, spectral, math).view(apart)
+        diffused, *pair = results.unbind(-3)
+        parts, kept = [x, diffused], []
         if weights:
             has_rotations = len(weights) == 2
             weight = torch.cat(weights) if has_rotations else weights[0]
-            weighted = _multiply(spectral.view(-1, width), weight.t())  # of each eigenvector a row, or two
+            weighted = product(spectral.view(-1, width), weight.t(), math)  # of each eigenvector a row, or two
             gradients = own.gradients if has_rotations else _readable(own.basis[..., vertices:, :])
-            weighted = _multiply(gradients, weighted.view(*x.shape[:-2], -1, width))
-            (xr, xi), (re, im) = (each.split(vertices, -2) for each in (results[..., vertices:, :], weighted))
+            weighted = product(gradients, weighted.view(*x.shape[:-2], -1, width), math).view(apart)
+            (xr, xi), (re, im) = pair, weighted.unbind(-3)
             parts.append(torch.addcmul(xr * re, xi, im).tanh_())
             kept = weight, weighted
         out = torch.cat(parts, -1)
-        ctx.block, ctx.mesh = block, mesh
+        ctx.others = block, mesh, math
         ctx.save_for_backward(x, times, *weights, damping, spectral, results, out, *kept)
         return out
 
     @staticmethod
     def backward(ctx, d):
-        own, (_, _, *needed), mesh = ctx.mesh.factors, ctx.needs_input_grad, ctx.mesh
-        inputs, (damping, spectral, results, out, *kept) = (ctx.saved_tensors[:len(needed)],
-                                                            ctx.saved_tensors[len(needed):])
+        (block, mesh, math), (_, _, *needed), saved = ctx.others, ctx.needs_input_grad, ctx.saved_tensors
+        inputs, (damping, spectral, results, out, *kept) = saved[:len(needed)], saved[len(needed):]
         if torch.is_grad_enabled():
-            return None, None, *_by_autograd(lambda: ctx.block.before_mlp(inputs[0], mesh), inputs, needed, d)
-        vertices, width = inputs[0].shape[-2:]
+            return None, None, *_by_autograd(lambda: block.before_mlp(inputs[0], mesh), inputs, needed, d)
+        own, product, width = mesh.factors, calls["product"], out.shape[-1] // (3 if kept else 2)
         d_x, d_diffused, *d_features = d.split(width, -1)
-        d_results, d_weights, more = torch.empty_like(results), (), None
-        d_results[..., :vertices, :] = d_diffused
+        d_results, d_weights = torch.empty_like(results), ()
+        d_results.select(-3, 0).copy_(d_diffused)
         if kept:
             weight, weighted = kept
-            d_dots = torch.ops.aten.tanh_backward(d_features[0], out[..., 2 * width:]).unsqueeze(-3)
-            pair, weighted, d_pair = (each.unflatten(-2, (2, vertices)) for each in (
-                results[..., vertices:, :], weighted, d_results[..., vertices:, :]))
-            torch.mul(d_dots, weighted, out=d_pair)
-            gradients_t = own.gradients_t if len(inputs) == 4 else _readable(own.basis_t[..., vertices:])
-            d_weighted = _multiply(gradients_t, (d_dots * pair).flatten(-3, -2))
-            more, d_weight, _ = _linear_gradients(d_weighted.view(-1, len(weight)), spectral.view(-1, width), weight,
-                                                  True, True, False)
+            d_dots = _tanh_backward(d_features[0], out.narrow(-1, 2 * width, width)).unsqueeze(-3)
+            torch.mul(d_dots, weighted, out=d_results.narrow(-3, 1, 2))
+            has_rotations = len(weight) == 2 * width
+            gradients_t = own.gradients_t if has_rotations else _readable(own.basis_t[..., results.shape[-2]:])
+            d_weighted = product(gradients_t, (d_dots * results.narrow(-3, 1, 2)).flatten(-3, -2), math)
+            d_spectral, d_weight, _ = _linear_gradients(d_weighted.view(-1, len(weight)), spectral.view(-1, width),
+                                                        weight, math, True, True, False)
+            d_spectral = d_spectral.view(spectral.shape).add_(product(own.basis_t, d_results.flatten(-3, -2), math))
             d_weights = d_weight.split(width)
-        d_spectral = _multiply(own.basis_t if kept else own.evecs_t, d_results)
-        if more is not None:
-            d_spectral += more.view(spectral.shape)
+        else:
+            d_spectral = product(own.evecs_t, d_results.flatten(-3, -2), math)
         d_times = torch.mv((spectral * d_spectral).view(-1, width).t(), own.minus_evals.flatten())
         if needed[0]:
-            d_diffused = _multiply(mesh.evecs, damping * d_spectral)
-            d_x = torch.addcmul(d_x, d_diffused, mesh.mass.unsqueeze(-1))
+            d_x = torch.addcmul(d_x, product(mesh.evecs, damping * d_spectral, math), mesh.mass.unsqueeze(-1))
         return None, None, d_x, d_times, *d_weights
+
+
+# Both have no other name in Python.
+_threshold_backward, _tanh_backward = (getattr(torch.ops.aten, f"{name}_backward").default
+                                       for name in ("threshold", "tanh"))
 
 
 # ---- The parts of a block --------------------------------------------------------------------------------------------
