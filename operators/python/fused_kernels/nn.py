@@ -214,7 +214,8 @@ class _Layers(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx, dropped, x, *operands):
-        weights, kept, math = [each.to(x.dtype) for each in operands], [], _math_of(x.dtype)
+        kept, math = [], _math_of(x.dtype)
+        weights = operands if operands[0].dtype == x.dtype else [each.to(x.dtype) for each in operands]
         rows = _linear(x.reshape(-1, x.shape[-1]), *weights[:2], math)
         for at in range(2, len(weights), 2):
             rows = rows.relu_()

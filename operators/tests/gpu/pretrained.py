@@ -15,13 +15,13 @@ training: both networks begin with the weights that one seed draws, and learn 10
     original's optimizer and loss: which of eight parts of its mesh a face is in. Losses are recorded.
 times: a block, and the network that the .pth files are of, of 10000 vertices, 128 channels and 128 eigenvectors: by
     the original's code, as it is and by torch.compile, with its sparse gradX and gradY; by the same formulas with
-    gradients of the spectrum (plain.py), as they are and compiled, which the original has not; and by ours. Each is
-    compared with the original's code in fp64 before. `ms` is launched from the host, whose time is in it: the original
-    waits for the GPU, so no CUDA graph can hold it (network.py has graphs of the others). Rows take turns, with a cold
-    L2 cache; the median counts. `kernels` is what the profiler adds up. `extra_bytes` is the most memory that a call
-    takes on top of what it is given, `mesh_bytes` what the mesh takes. In bf16 the original gets dense gradX and gradY;
-    sparse ones are not tried. `lacks` counts gradients that a row does not return. To compile takes longer than to
-    measure: the network is not compiled, nor in bf16 the formulas of the spectrum."""
+    gradients of the spectrum (plain.py), as they are and compiled, which the original has not; by ours, and by ours
+    after torch.cuda.make_graphed_callables(). Each is compared with the original's code in fp64 before. `ms` is
+    launched from the host, whose time is in it: the original waits for the GPU, so no CUDA graph can hold it. Rows take
+    turns, with a cold L2 cache; the median counts. `kernels` is what the profiler adds up. `extra_bytes` is the most
+    memory that a call takes on top of what it is given, `mesh_bytes` what the mesh takes. In bf16 the original gets
+    dense gradX and gradY; sparse ones are not tried. `lacks` counts gradients that a row does not return. To compile
+    takes longer than to measure: the network is not compiled, nor in bf16 the formulas of the spectrum."""
 
 import argparse
 import contextlib
@@ -336,6 +336,23 @@ def module_step(module, x, arguments, d):
     return step
 
 
+class OfMesh(torch.nn.Module):
+    """A network and its mesh: a function of x."""
+
+    def __init__(self, net, mesh):
+        super().__init__()
+        self.net, self.mesh = net, mesh
+
+    def forward(self, x):
+        return self.net(x, self.mesh)
+
+
+def graphed_step(module, x, mesh, d):
+    """module_step() of two CUDA graphs, forward and backward."""
+    x = x.detach().clone().requires_grad_()
+    return module_step(torch.cuda.make_graphed_callables(OfMesh(module, mesh), (x,)), x, [], d)
+
+
 def plain_step(function, names, weights, x, arguments, d):
     """The same of a function of weights."""
     leaves = {name: each.detach().clone().requires_grad_() for name, each in weights.items()}
@@ -404,10 +421,11 @@ def measure(diffusion_net, mesh, is_block, math, backward):
         "in the spectrum": plain_step(function, names, weights, x, spectral, d),
         "in the spectrum, compiled": plain_step(torch.compile(function), names, weights, x, spectral, d),
         "ours": module_step(ours, x, [own], d),
+        "ours, graphed": graphed_step(ours, x, own, d),
     }
     steps = {name: step for name, step in steps.items() if "compiled" not in name
              or is_block and (math == "fp32" or name == "original, compiled")}
-    read = {"original": called, "in the spectrum": spectral, "ours": own}
+    read = {"original": called, "in the spectrum": spectral, "ours": own}  # by the names' beginnings
 
     def results_of(step):
         return [each if each is None or each.dim() < 3 else each.squeeze(0) for each in step()]
@@ -419,7 +437,7 @@ def measure(diffusion_net, mesh, is_block, math, backward):
         results = results_of(step)
         there_are = [each for each in zip(results, expected, strict=True) if each[0] is not None]
         found[name] = {"error": times.error(*zip(*there_are)), "lacks": len(results) - len(there_are),
-                       "mesh_bytes": bytes_of(tensors_in(read[name.removesuffix(", compiled")]))}
+                       "mesh_bytes": bytes_of(tensors_in(read[name.split(", ")[0]]))}
         del results, there_are
         step()
         found[name]["extra_bytes"] = extra_bytes(step)
@@ -474,7 +492,8 @@ def rows_of_times(problems):
         def us(of, *names):
             return [1e3 * found[name][of] if name in found and found[name][of] else None for name in names]
 
-        rows.append([label, *us("ms", "original", "original, compiled", "in the spectrum, compiled", "ours"),
+        rows.append([label, *us("ms", "original", "original, compiled", "in the spectrum, compiled", "ours",
+                                  "ours, graphed"),
                      *us("kernels", "original", "ours"),
                      *(found[name]["extra_bytes"] / 1e6 for name in ("original", "ours")),
                      *(found[name]["error"] for name in ("original", "ours"))])
@@ -499,10 +518,10 @@ def main():
                rows_of_weights(weights), weights=weights, losses=losses)
     for problems in part_times(diffusion_net, options.only) if "times" in options.parts else ():
         finish(options.json and options.json / "beside_original.json", device, None,
-               f"PyTorch {pytorch}. us of a call from the host, and of its kernels alone; MB that it takes beside what it "
-               "is given; error, at worst, beside fp64",
-               ["", "original", "compiled", "dense, compiled", "ours", "kernels: original", "ours", "MB: original",
-                "ours", "error: original", "ours"],
+               f"PyTorch {pytorch}. us of a call from the host, and of its kernels alone; MB that it takes beside what "
+               "it is given; error, at worst, beside fp64",
+               ["", "original", "compiled", "dense, compiled", "ours", "graphed", "kernels: original", "ours",
+                "MB: original", "ours", "error: original", "ours"],
                rows_of_times(problems), problems=problems)
 
 
