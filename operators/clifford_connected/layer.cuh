@@ -31,8 +31,7 @@ struct Ready {
         inverses(kept),
         squares(of.workspace.any<float>(static_cast<size_t>(A::kBlades) * largest().pitch *
                                         ceil_div(of.layer.features, 128))),
-        made(of.workspace.zeros<unsigned>(largest().patches() +
-                                          largest().pitch / 64 * A::kGrades)) {}
+        made(of.workspace.any<unsigned>(largest().patches() + largest().pitch / 64 * A::kGrades)) {}
 
   // How many rows a chunk has. There are as few chunks as kPlaneBytes allows, about equally long,
   // or one more if that should take clearly fewer cycles. All but the last have a multiple of 256
@@ -149,15 +148,11 @@ struct ReadyBackward {
         partials(d.dw),
         plan_planes(plan_tiles(plane_work(forward.largest()))),
         plan_weights(plan_tiles(weight_work(forward.largest()))) {
-    // Where tiles are few, clusters share the rows of one. As partial sums have to be added up, a
-    // greater number of shares has to save more than a tenth of the cycles.
-    const int most = std::min(8, forward.chunk(last_chunk()).rows / 128);
-    int best = 1;
-    for (splits = 2; splits <= most; ++splits) {
-      const TilePlan plan = plan_tiles(weight_work(forward.largest()));
-      if (plan.cycles < 0.9 * plan_weights.cycles) plan_weights = plan, best = splits;
-    }
-    splits = best;
+    splits = best_splits(plan_weights, forward.chunk(last_chunk()).rows / 128, d.dw.bytes(),
+                         [&](int shares) {
+                           splits = shares;
+                           return plan_tiles(weight_work(forward.largest()));
+                         });
     if (splits > 1) {
       partials =
           forward.of.workspace.template any<float>(static_cast<size_t>(splits) * d.dw.size());

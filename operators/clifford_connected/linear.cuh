@@ -234,12 +234,13 @@ struct LinearWeights {
 };
 
 /// How many rows a partial sum of the bias has, so that there are not too many of them.
-inline int rows_of_sum(int batch) { return std::max(512, ceil_div(batch, 32)); }
+inline int rows_of_sum(int batch) { return std::max(128, ceil_div(batch, 256)); }
 
-/// A block of 256 threads adds up some rows of 32 columns of dy's scalar. Each warp has every
-/// eighth row, each lane a column.
+/// Sums of some rows each of a matrix (batch, features): those of dy's scalar, and then those of
+/// these sums. A block of 256 threads has 32 columns; each warp has every eighth row, each lane a
+/// column.
 struct ColumnSums {
-  const float* dy;
+  const float* from;
   float* sums;  ///< (parts, features)
   int batch, features, rows;
 
@@ -253,7 +254,7 @@ struct ColumnSums {
     float sum = 0;
 #pragma unroll 8
     for (int n = part * rows + warp; n < end; n += 8) {
-      sum += col < features ? dy[static_cast<size_t>(n) * features + col] : 0;
+      sum += col < features ? from[static_cast<size_t>(n) * features + col] : 0;
     }
     of_warps[warp][lane] = sum;
     __syncthreads();
@@ -264,23 +265,24 @@ struct ColumnSums {
 };
 
 /// x in TF32 with its planes transposed, (blades, features, pitch), zeros beyond the batch. A block
-/// has 32 rows by 128 features of a blade. Blocks from `blocks` on add up the bias' gradient.
+/// has 64 rows by 64 features of a blade. The first blocks, `others`, add up the bias' gradient.
 __global__ void __launch_bounds__(256)
-    turn_inputs(const float* x, float* turned, int pitch, int blocks,
+    turn_inputs(const float* x, float* turned, int pitch, int others,
                 const __grid_constant__ GradeShape of, const __grid_constant__ ColumnSums bias) {
-  __shared__ float piece[32][128 + 1];
-  const int block = blockIdx.x, lane = threadIdx.x % 32, warp = threadIdx.x / 32;
+  __shared__ float piece[64][64 + 1];
+  const int block = static_cast<int>(blockIdx.x) - others, lane = threadIdx.x % 32;
+  const int warp = threadIdx.x / 32;
   wait_for_previous_kernel();
-  if (block >= blocks) return bias.add_up(block - blocks);
-  const int across = ceil_div(of.features, 128), down = ceil_div(pitch, 32);
-  const int col0 = block % across * 128, row0 = block / across % down * 32;
+  if (block < 0) return bias.add_up(blockIdx.x);
+  const int across = ceil_div(of.features, 64), down = ceil_div(pitch, 64);
+  const int col0 = block % across * 64, row0 = block / across % down * 64;
   const int blade = block / (across * down);
   const float* const from = x + blade * of.plane();
 #pragma unroll
-  for (int r = 0; r < 32; r += 8) {
+  for (int r = 0; r < 64; r += 8) {
     const int row = row0 + r + warp;
 #pragma unroll
-    for (int j = 0; j < 128; j += 32) {
+    for (int j = 0; j < 64; j += 32) {
       const int col = col0 + j + lane;
       const bool inside = row < of.batch && col < of.features;
       piece[r + warp][j + lane] =
@@ -289,11 +291,14 @@ __global__ void __launch_bounds__(256)
   }
   __syncthreads();
 #pragma unroll
-  for (int c = 0; c < 128; c += 8) {
+  for (int c = 0; c < 64; c += 8) {
     const int col = col0 + c + warp;
-    if (col >= of.features || row0 + lane >= pitch) continue;
-    turned[(static_cast<size_t>(blade) * of.features + col) * pitch + row0 + lane] =
-        piece[lane][c + warp];
+    if (col >= of.features) continue;
+    float* const to = turned + (static_cast<size_t>(blade) * of.features + col) * pitch + row0;
+#pragma unroll
+    for (int j = 0; j < 64; j += 32) {
+      if (row0 + j + lane < pitch) to[j + lane] = piece[j + lane][c + warp];
+    }
   }
 }
 
@@ -301,27 +306,22 @@ __global__ void __launch_bounds__(256) sum_columns(const __grid_constant__ Colum
   bias.add_up(blockIdx.x);
 }
 
-/// dmix and dbias from partial sums, in their order. Each of the first `blocks` blocks has 1024
-/// elements of dmix, the others 256 of dbias.
+/// dmix and dbias from partial sums, in their order. The first blocks, `others`, have dbias, each
+/// other one has 1024 elements of dmix.
 __global__ void __launch_bounds__(256)
-    finish_linear(const float* partials, float* dmix, int splits, size_t size, int blocks,
-                  float* dbias, const __grid_constant__ ColumnSums bias) {
+    finish_linear(const float* partials, float* dmix, int splits, size_t size, int others,
+                  const __grid_constant__ ColumnSums bias) {
+  const int block = static_cast<int>(blockIdx.x) - others;
   wait_for_previous_kernel();
-  const auto sum = [](const float* from, size_t apart, int count) {
-    float total = 0;
-#pragma unroll 8
-    for (int i = 0; i < count; ++i) total += from[i * apart];
-    return total;
-  };
-  if (static_cast<int>(blockIdx.x) >= blocks) {
-    const int col = (static_cast<int>(blockIdx.x) - blocks) * 256 + threadIdx.x;
-    if (col < bias.features) dbias[col] = sum(bias.sums + col, bias.features, bias.parts());
-    return;
-  }
+  if (block < 0) return bias.add_up(blockIdx.x);
 #pragma unroll
   for (int i = 0; i < 4; ++i) {
-    const size_t at = blockIdx.x * size_t{1024} + i * 256 + threadIdx.x;
-    if (at < size) dmix[at] = sum(partials + at, size, splits);
+    const size_t at = block * size_t{1024} + i * 256 + threadIdx.x;
+    if (at >= size) return;
+    float sum = 0;
+#pragma unroll 8
+    for (int s = 0; s < splits; ++s) sum += partials[s * size + at];
+    dmix[at] = sum;
   }
 }
 
@@ -353,6 +353,29 @@ struct LinearTensors {
 };
 struct LinearGradients {
   Memory<float> dy, dx, dmix, dbias;  ///< dx is added to
+
+  /// dbias in two steps: partial sums, and the sum of these.
+  static ColumnSums first_sums(const GradeShape& of, const float* dy, float* sums) {
+    return {dy, sums, of.batch, of.features, rows_of_sum(of.batch)};
+  }
+  ColumnSums last_sums(const ColumnSums& first) const {
+    return {first.sums, dbias.data(), first.parts(), first.features, first.parts()};
+  }
+  /// How many partial sums there are, in elements.
+  static size_t sum_count(const GradeShape& of) {
+    return size_t{1} * first_sums(of, nullptr, nullptr).parts() * of.features;
+  }
+  /// Launches what adds up partial sums of dmix, if there are several, and those of dbias, if it is
+  /// wanted.
+  void finish(const float* partials, int splits, const ColumnSums& first, bool early,
+              cudaStream_t stream) const {
+    const ColumnSums bias = last_sums(first);
+    const int others = dbias.data() != nullptr ? bias.blocks() : 0;
+    const int blocks = splits > 1 ? static_cast<int>(blocks_for(dmix.size(), 1024)) : 0;
+    if (others + blocks == 0) return;
+    launch_clusters_on(stream, finish_linear, 1, early, others + blocks, 256, 0, partials,
+                       dmix.data(), splits, dmix.size(), others, bias);
+  }
 };
 
 /// On Hopper, where features are a multiple of 4.
@@ -392,34 +415,26 @@ struct LinearBackward {
         pitch(ceil_div(all.shape.batch, 4) * 4),
         turned(
             all.of.workspace.any<float>(size_t{1} * all.shape.blades * all.shape.features * pitch)),
-        sums(all.of.workspace.any<float>(size_t{1} * bias_sums(nullptr).parts() *
-                                         all.shape.features)),
+        sums(all.of.workspace.any<float>(d.sum_count(all.shape))),
         partials(d.dmix),
         plan_inputs(plan_tiles(input_work())),
         plan_weights(plan_tiles(weight_work())) {
-    // As in ReadyBackward.
-    const int most = std::min(8, all.shape.batch / 128);
-    int best = 1;
-    for (splits = 2; splits <= most; ++splits) {
-      const TilePlan with = plan_tiles(weight_work());
-      if (with.cycles < 0.9 * plan_weights.cycles) plan_weights = with, best = splits;
-    }
-    splits = best;
+    splits = best_splits(plan_weights, all.shape.batch / 128, d.dmix.bytes(), [&](int shares) {
+      splits = shares;
+      return plan_tiles(weight_work());
+    });
     if (splits > 1) {
       partials = all.of.workspace.any<float>(size_t{1} * splits * d.dmix.size());
     }
   }
 
-  ColumnSums bias_sums(float* to) const {
-    return {d.dy.data(), to, all.shape.batch, all.shape.features, rows_of_sum(all.shape.batch)};
-  }
   void run() const {
     const GradeShape& shape = all.shape;
-    const bool has_bias = d.dbias.data() != nullptr;
-    const ColumnSums bias = bias_sums(sums.data());
-    const int blocks = ceil_div(shape.features, 128) * ceil_div(pitch, 32) * shape.blades;
-    launch_clusters_on(all.of.stream, turn_inputs, 1, true, blocks + (has_bias ? bias.blocks() : 0),
-                       256, 0, static_cast<const float*>(all.of.x), turned.data(), pitch, blocks,
+    const ColumnSums bias = d.first_sums(shape, d.dy, sums);
+    const int others = d.dbias.data() != nullptr ? bias.blocks() : 0;
+    launch_clusters_on(all.of.stream, turn_inputs, 1, true,
+                       others + ceil_div(shape.features, 64) * ceil_div(pitch, 64) * shape.blades,
+                       256, 0, static_cast<const float*>(all.of.x), turned.data(), pitch, others,
                        shape, bias);
     multiply_tf32(all.of, {d.dy, shape.batch, shape.features, shape.blades},
                   {turned, int64_t{shape.blades} * shape.features, pitch}, plan_weights,
@@ -427,13 +442,7 @@ struct LinearBackward {
     multiply_tf32(all.of, {all.mix, shape.features, shape.features, shape.grades},
                   {d.dy, int64_t{shape.blades} * shape.batch, shape.features, 1, true}, plan_inputs,
                   input_work());
-    const size_t size = d.dmix.size();
-    const int sum_blocks = splits > 1 ? static_cast<int>(blocks_for(size, 1024)) : 0;
-    const int bias_blocks = has_bias ? ceil_div(shape.features, 256) : 0;
-    if (sum_blocks + bias_blocks == 0) return;
-    launch_clusters_on(all.of.stream, finish_linear, 1, true, sum_blocks + bias_blocks, 256, 0,
-                       static_cast<const float*>(partials), d.dmix.data(), splits, size, sum_blocks,
-                       d.dbias.data(), bias);
+    d.finish(partials, splits, bias, true, all.of.stream);
   }
 
   LinearTensors all;
@@ -506,16 +515,13 @@ struct PortableLinearBackward {
       : linear(tensors),
         d(gradients),
         dy(workspace().any<float>(linear.blades_of())),
-        sums(workspace().any<float>(size_t{1} * bias_sums(nullptr).parts() * shape().features)),
+        sums(workspace().any<float>(d.sum_count(shape()))),
         shares(shares_of()),
         partials(shares > 1 ? workspace().any<float>(size_t{1} * shares * d.dmix.size()) : d.dmix) {
   }
 
   const Workspace& workspace() const { return linear.all.of.workspace; }
   const GradeShape& shape() const { return linear.all.shape; }
-  ColumnSums bias_sums(float* to) const {
-    return {d.dy.data(), to, shape().batch, shape().features, rows_of_sum(shape().batch)};
-  }
   int shares_of() const {
     const int side = ceil_div(shape().features, 128), tiles = shape().grades * side * side;
     return std::clamp(std::min(2 * multiprocessors() / tiles, linear.pitch / 256), 1, 16);
@@ -543,16 +549,9 @@ struct PortableLinearBackward {
                                static_cast<int16_t>(c)};
     }
     launch_mix<Beside::results, Beside::results>(to_weights, stream);
-    const ColumnSums bias = bias_sums(sums.data());
-    const bool has_bias = d.dbias.data() != nullptr;
-    if (has_bias) sum_columns<<<bias.blocks(), 256, 0, stream>>>(bias);
-    const size_t size = d.dmix.size();
-    const int sum_blocks = shares > 1 ? static_cast<int>(blocks_for(size, 1024)) : 0;
-    const int bias_blocks = has_bias ? ceil_div(shape().features, 256) : 0;
-    if (sum_blocks + bias_blocks == 0) return;
-    launch_clusters_on(stream, finish_linear, 1, false, sum_blocks + bias_blocks, 256, 0,
-                       static_cast<const float*>(partials), d.dmix.data(), shares, size, sum_blocks,
-                       d.dbias.data(), bias);
+    const ColumnSums bias = d.first_sums(shape(), d.dy, sums);
+    if (d.dbias.data() != nullptr) sum_columns<<<bias.blocks(), 256, 0, stream>>>(bias);
+    d.finish(partials, shares, bias, false, stream);
   }
 
   PortableLinear linear;

@@ -288,6 +288,23 @@ TilePlan plan_tiles(Make make) {
   return large.cycles <= small.cycles ? large : small;
 }
 
+/// Where tiles of a result of so many bytes are few, clusters share the sum of one. How many should
+/// share it, at most `most`; `plan`, that of one, becomes theirs. plan_of(splits) plans that many.
+/// Each leaves a partial sum, and these are written and read again: so they have to save a tenth.
+template <typename PlanOf>
+int best_splits(TilePlan& plan, int most, double bytes, PlanOf plan_of) {
+  constexpr double kBytesPerCycle = 2280;  // an estimate of what memory moves
+  double least = 0.9 * plan.cycles;
+  int best = 1;
+  for (const int splits : {2, 3, 4, 5, 6, 7, 8, 12, 16, 24, 32}) {
+    if (splits > most) break;
+    const TilePlan with = plan_of(splits);
+    const double cycles = with.cycles + 2 * splits * bytes / kBytesPerCycle;
+    if (cycles < least) least = cycles, plan = with, best = splits;
+  }
+  return best;
+}
+
 /// visit(tile) with the tile of a plan.
 template <typename Visit>
 auto with_tile(const TilePlan& plan, Visit visit) {

@@ -357,8 +357,8 @@ def clifford_connected(x, y, w, signature=(3, 0, 0), normed=True, inverse_norms=
     0). There are at most 8192 features. Type: torch.float32 for all; products and weights are rounded to TF32, and
     added up in fp32. Other shapes, layout and errors: as clifford().
 
-    With `inverse_norms`, returns (the result, inverse_norms (grades, batch) in torch.float32): of each grade c and row 1
-    / sqrt(m_c + 1e-6), which clifford_connected_backward() can use; not written if not `normed`.
+    With `inverse_norms`, returns (the result, inverse_norms (grades, batch) in torch.float32): of each grade c and row
+    1 / sqrt(m_c + 1e-6), which clifford_connected_backward() can use; not written if not `normed`.
 
     Gradients: of x, y and w, by clifford_connected_backward(), which is given the result and the inverse norms; an
     incoming gradient that is not contiguous is copied. There are no second derivatives.
@@ -376,9 +376,9 @@ def clifford_connected(x, y, w, signature=(3, 0, 0), normed=True, inverse_norms=
 
 
 def clifford_connected_backward(d_out, x, y, w, signature=(3, 0, 0), normed=True, out=None, inverse_norms=None):
-    """(d_x, d_y, d_w), the gradients of clifford_connected(): of the sum of d_out times its result. It has returned `out`
-    and inverse_norms; without them they are computed again, which takes a third of the time. Shapes: d_out that of the
-    result, each gradient that of what it is the gradient of. Type, layout and errors: as clifford_connected().
+    """(d_x, d_y, d_w), the gradients of clifford_connected(): of the sum of d_out times its result. It has returned
+    `out` and inverse_norms; without them they are computed again, a third of all multiplications. Shapes: d_out that
+    of the result, each gradient that of what it is the gradient of. Type, layout and errors: as clifford_connected().
     Gradients: none. Source: operators/clifford_connected."""
     if out is None or inverse_norms is None:
         return calls["clifford_connected_backward"](d_out, x, y, w, signature, normed)
@@ -386,8 +386,8 @@ def clifford_connected_backward(d_out, x, y, w, signature=(3, 0, 0), normed=True
 
 
 def clifford_layer(x, mix, bias, w, signature=(3, 0, 0), normed=True):
-    """clifford(x, y, w), where y is the linear layer of grades of x: for each blade k of grade c y_k = x_k mix[c]^T, and
-    to that of the scalar `bias` is added. It is one call, and so are its gradients. Shapes: mix (grades, features,
+    """clifford(x, y, w), where y is the linear layer of grades of x: for each blade k of grade c y_k = x_k mix[c]^T,
+    and to that of the scalar `bias` is added. It is one call, and so are its gradients. Shapes: mix (grades, features,
     features), whose rows are features of y, bias (features) or None; all else as clifford(). x and mix are rounded to
     TF32, and added up in fp32. Features that are no multiple of 4 are copied. Type, signature, layout and errors: as
     clifford(), and a RuntimeError for a GPU below compute capability 8.0.

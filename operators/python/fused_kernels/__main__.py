@@ -144,8 +144,9 @@ def clifford(x, y, w):
         t = triples.index(of[:3])
         z[of[3]] = list(map(operator.add, z[of[3]], multiply(plane, w[t * 16:t * 16 + 16], 4) if len(w) == 320 else
                             [w[at % 4 * 20 + t] * value for at, value in enumerate(plane)]))
-    inverses = [1 / math.sqrt(sum(z[i][at]**2 for i in range(8) if grade[i] == c for at in range(row, row + 4)) / 4 + 1e-6)
-                for c in range(4) for row in (0, 4)]
+    squares = [sum(z[i][at]**2 for i in range(8) if grade[i] == c for at in range(row, row + 4))
+               for c in range(4) for row in (0, 4)]
+    inverses = [1 / math.sqrt(each / 4 + 1e-6) for each in squares]
     out = [value * inverses[2 * grade[k] + at // 4] for k in range(8) for at, value in enumerate(z[k])]
     return dict(out=out, inverse_norms=inverses)
 

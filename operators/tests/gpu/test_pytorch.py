@@ -425,7 +425,7 @@ def test_gradients_by_pytorch(case):
     function = case.formula or {
         "product": torch.matmul, "softmax": lambda x, w: torch.softmax(x @ w, 1),
         "cross_entropy": cases.cross_entropy_in_fp64,
-        **dict.fromkeys(("clifford", "clifford_connected"),
+        **dict.fromkeys(("clifford", "clifford_connected", "clifford_connected_kept"),
                         lambda *each: cases.clifford_in_fp64(*each, (3, 0, 0), True)),
         "clifford_layer": cases.layer_in_fp64}[case.name.split("-")[0]]
     for one, other, operand in zip(found, in_fp64(function, operands, wanted, [d]), wanted):
