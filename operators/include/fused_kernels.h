@@ -606,9 +606,9 @@ FK_API int fk_clifford_connected_kept_backward_workspace(const fk_clifford* clif
                                                          size_t* bytes);
 
 /* fk_clifford_connected_backward(), given the result and the norms that
- * fk_clifford_connected_kept_forward() has written: so forward's multiplications, a third of all, are
- * not computed again. Without a norm neither is read. All else: as there. Written: d_x, d_y and d_w,
- * which must not overlap an operand. */
+ * fk_clifford_connected_kept_forward() has written: so forward's multiplications, a third of all,
+ * are not computed again. Without a norm neither is read. All else: as there. Written: d_x, d_y and
+ * d_w, which must not overlap an operand. */
 FK_API int fk_clifford_connected_kept_backward(const fk_clifford* clifford, const void* d_out,
                                                const void* x, const void* y, const void* w,
                                                const void* out, const void* inverse_norms,
