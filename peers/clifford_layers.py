@@ -244,7 +244,8 @@ def main(options):
     columns = ["", *(f"{name} / ours, {which}" for name in (THEIRS, COMPILED) for which in ("least", "mean"))]
     ran = [i for i in range(len(columns)) if any(row[i] is not None for row in rows)]  # not those left out
     columns, *rows = [[each[i] for i in ran] for each in [columns, *rows]]
-    caption = f"Geometric means and least ratios over {len(sizes)} sizes, PyTorch {torch.__version__}"
+    caption = (f"Geometric means and least ratios over {len(sizes)} sizes, {named(options)}; PyTorch "
+               f"{torch.__version__}")
     if options.json:
         sys.path.insert(0, str(ROOT / "results" / "questions"))
         from answers import finish
@@ -255,6 +256,13 @@ def main(options):
         print(*([columns] + rows), sep="\n")
     if not all(problem["ok"] for problem in problems):
         sys.exit("something is wrong")
+
+
+def named(options):
+    """The sizes in words."""
+    if options.sizes:
+        return ", ".join(options.sizes).replace("x", " x ")
+    return " x ".join("(" + ", ".join(map(str, each)) + ")" for each in (options.batches, options.features))
 
 
 def summary(label, backward, problems):
