@@ -52,7 +52,7 @@ inline constexpr double kMergeTraffic = 1.8;  ///< that partial results are writ
 // ---- Gradients, on Hopper -----------------------------------------------------------------------
 
 // Microseconds; fitted to shapes drawn at random on an H200.
-inline constexpr double kBackwardStep = 2.4, kBackwardStep64 = 2.85;  ///< of a tile of queries
+inline constexpr double kBackwardStep = 2.4, kBackwardStep64 = 2.6;  ///< of a tile of queries
 inline constexpr double kBackwardItem = 4;     ///< of an item beside its steps
 inline constexpr double kBackwardAdded = 2;    ///< until the sums of splits are added up
 inline constexpr double kBackwardSplit = 0.3;  ///< and of each split
