@@ -26,7 +26,7 @@ std::vector<Way> half_product_ways(const Caller& caller, const Memory<T>& a, con
                                    const Memory<T>& c, product::ProductShape shape,
                                    product::RowStrides strides);
 /// The same of fp32, multiplied in TF32, or by three such products (see product::Tf32Product), or
-/// in fp32 (see product::Fp32Product), where rows that are apart are copied.
+/// in fp32 (see product::Fp32Product).
 ProductFunction<float> tf32_product_ways, tf32x3_product_ways, fp32_product_ways;
 /// The steps of the way that should be the fastest to compute c = a b; none if it is too large. Of
 /// fp32 rows have to be dense.
