@@ -131,7 +131,7 @@ int resident_fp32_blocks() {
   return std::clamp((most_shared_bytes() + 1024) / (Tile::kSharedBytes + 1024), 1, Tile::kResident);
 }
 
-/// How many clusters of so many blocks there is room for, if a multiprocessor has `resident` blocks.
+/// How many clusters of so many blocks fit, if a multiprocessor has `resident` blocks.
 /// The blocks of a cluster are on neighbours, of which there are 16 or 18. We count groups of 16,
 /// all but one that a device may have, and half of the multiprocessors that remain: on an H200 that
 /// is as many as the driver says, or a few less.
