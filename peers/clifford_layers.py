@@ -25,7 +25,7 @@ BATCHES, FEATURES = (1024, 2048, 4096, 8192), (128, 256, 512, 1024)
 THEIRS, COMPILED, OURS = "flash-clifford", "torch.compile", "ours"
 KINDS = ("weighted", "connected", "layer")
 TOLERANCE = {"weighted": 1e-5, "connected": 3e-3, "layer": 3e-3}  # fp32, and products in TF32
-ROWS_AT_A_TIME = 512  # of the formula in fp64
+ROWS_AT_A_TIME = 2048  # of the formula in fp64
 
 
 def asked():
@@ -105,14 +105,15 @@ def by_compiler(n, kind, *operands):
         return operands, lambda: function(*operands)[0], lambda gradients: gradients
     x, mix, w = operands
     bias = torch.zeros(x.shape[2], device="cuda", requires_grad=x.requires_grad)
-    function = compiled(layer_of(eager))
+    function = compiled(layer_of(eager, n))
     return (*operands, bias), lambda: function(x, mix, w, bias), lambda gradients: gradients[:3]
 
 
 @functools.lru_cache(None)
-def layer_of(eager):
+def layer_of(eager, n):
+    of = sorted(bin(bits).count("1") for bits in range(1 << n))
+
     def layer(x, mix, w, bias):
-        of = sorted(bin(bits).count("1") for bits in range(len(x)))
         y = torch.bmm(x, torch.stack([mix[grade] for grade in of]))
         return eager(x, torch.cat((y[:1] + bias, y[1:])), w)[0]
 
@@ -133,24 +134,20 @@ def formula(n, kind, x, *rest):
 
 
 def expected_of(n, kind, operands, d):
-    """The result and, with d, the gradients of all operands, in fp64, some rows at a time. The last operands are
-    weights, of all rows."""
+    """The result and the gradients of all operands, in fp64, some rows at a time. The last operands are weights, of all
+    rows."""
     rowwise = 1 if kind == "layer" else 2
     results, weights = [], [torch.zeros_like(each, dtype=torch.float64) for each in operands[rowwise:]]
     for first in range(0, operands[0].shape[1], ROWS_AT_A_TIME):
         rows = slice(first, first + ROWS_AT_A_TIME)
-        leaves = [(each[:, rows] if at < rowwise else each).double().requires_grad_(d is not None)
+        leaves = [(each[:, rows] if at < rowwise else each).double().requires_grad_()
                   for at, each in enumerate(operands)]
         out = formula(n, kind, *leaves)
-        part = [out.detach()]
-        if d is not None:
-            *own, = torch.autograd.grad(out, leaves, d[:, rows].double())
-            part += own[:rowwise]
-            for total, each in zip(weights, own[rowwise:]):
-                total += each
-        results.append(part)
-    joined = [torch.cat(each, 1) for each in zip(*results)]
-    return joined + weights if d is not None else joined
+        own = torch.autograd.grad(out, leaves, d[:, rows].double())
+        results.append([out.detach(), *own[:rowwise]])
+        for total, each in zip(weights, own[rowwise:]):
+            total += each
+    return [torch.cat(each, 1) for each in zip(*results)] + weights
 
 
 def operands_of(n, kind, batch, features, draw):
@@ -162,12 +159,14 @@ def operands_of(n, kind, batch, features, draw):
     return x, y, draw(*((triples, features, features) if kind == "connected" else (features, triples)))
 
 
-def case_of(n, kind, batch, features, backward, without=()):
+def cases_of(n, kind, batch, features, without=()):
+    """Forward, and with backward, of the same operands."""
     draw = drawer({"dtype": "fp32"}, 1, "cuda")
     operands = operands_of(n, kind, batch, features, draw)
-    d = draw(1 << n, batch, features) if backward else None
+    d = draw(1 << n, batch, features)
+    expected = expected_of(n, kind, operands, d)
 
-    def prepared(make):
+    def prepared(make, backward):
         own = [each.detach().requires_grad_(backward) for each in operands]
         leaves, function, present = make(n, kind, *own)
 
@@ -180,17 +179,18 @@ def case_of(n, kind, batch, features, backward, without=()):
 
         return call
 
-    return Case(expected_of(n, kind, operands, d), {name: functools.partial(prepared, make)
-                                                    for name, make in MAKES.items() if name not in without})
+    return [Case(expected if backward else expected[:1],
+                 {name: functools.partial(prepared, make, backward) for name, make in MAKES.items()
+                  if name not in without}) for backward in (False, True)]
 
 
-def compile_before(path, name, n, kind, sizes):
+def compile_before(path, name, n, kind, sizes, passes):
     """In a process of its own: what it compiles for these sizes is found by others."""
     sys.path.insert(0, path)
     for_many_sizes()
     torch.backends.cuda.matmul.allow_tf32 = True
     try:
-        for backward, (batch, features) in itertools.product((False, True), sizes):
+        for backward, (batch, features) in itertools.product(passes, sizes):
             draw = drawer({"dtype": "fp32"}, 1, "cuda")
             operands = [each.requires_grad_(backward) for each in operands_of(n, kind, batch, features, draw)]
             leaves, function, _ = MAKES[name](n, kind, *operands)
@@ -212,8 +212,10 @@ def main(options):
     for_many_sizes()
     layers = [(n, kind) for kind in options.kinds for n in (2, 3)]
     # torch.compile learns from the second size what changes; their kernels are made for one.
-    before = [(path, COMPILED, n, kind, sizes[:2]) for n, kind in layers if COMPILED not in options.without]
-    before += [(path, THEIRS, n, kind, [size]) for n, kind in layers for size in sizes if THEIRS not in options.without]
+    before = [(path, COMPILED, n, kind, sizes[:2], [backward]) for n, kind in layers for backward in (True, False)
+              if COMPILED not in options.without]
+    before += [(path, THEIRS, n, kind, [size], (False, True)) for n, kind in layers for size in sizes
+               if THEIRS not in options.without]
     if before:
         with multiprocessing.get_context("spawn").Pool(min(12, multiprocessing.cpu_count(), len(before))) as pool:
             pool.starmap(compile_before, before, chunksize=1)
@@ -222,10 +224,9 @@ def main(options):
     print(f"{torch.cuda.get_device_name()}, PyTorch {torch.__version__}; us, cold L2 cache")
     problems = []
     for (n, kind), (batch, features) in itertools.product(layers, sizes):
+        cases = cases_of(n, kind, batch, features, options.without)
         for backward in (False, True):
-            case = case_of(n, kind, batch, features, backward, options.without)
-            found = measure.measure(case, TOLERANCE[kind], True, "cold", l2, options.budget, 30, 1)
-            del case
+            found = measure.measure(cases.pop(0), TOLERANCE[kind], True, "cold", l2, options.budget, 30, 1)
             measure.free_memory()
             us = {name: 1e3 * statistics.median(each.samples) if each.samples else None
                   for name, each in found.items()}
@@ -244,7 +245,8 @@ def main(options):
     columns = ["", *(f"{name} / ours, {which}" for name in (THEIRS, COMPILED) for which in ("least", "mean"))]
     ran = [i for i in range(len(columns)) if any(row[i] is not None for row in rows)]  # not those left out
     columns, *rows = [[each[i] for i in ran] for each in [columns, *rows]]
-    caption = f"Geometric means and least ratios over {len(sizes)} sizes, PyTorch {torch.__version__}"
+    caption = (f"Geometric means and least ratios over {len(sizes)} sizes, {named(options)}; PyTorch "
+               f"{torch.__version__}")
     if options.json:
         sys.path.insert(0, str(ROOT / "results" / "questions"))
         from answers import finish
@@ -255,6 +257,13 @@ def main(options):
         print(*([columns] + rows), sep="\n")
     if not all(problem["ok"] for problem in problems):
         sys.exit("something is wrong")
+
+
+def named(options):
+    """The sizes in words."""
+    if options.sizes:
+        return ", ".join(options.sizes).replace("x", " x ")
+    return " x ".join("(" + ", ".join(map(str, each)) + ")" for each in (options.batches, options.features))
 
 
 def summary(label, backward, problems):

@@ -744,19 +744,19 @@ def boxes():
             picture.box(90 + group * 4 * cell, y - 2, 4 * cell - 3, 26, PALE, SOFT, "", 2)
         for element in range(12 - before):
             picture.box(92 + (element + before) * cell, y + 1, cell - 7, 20, RUST if element == 0 else SKY, None, "", 2)
-        picture.text(372, y + 17, f"matrix {row % 4}" + (" again" if row == 4 else ""), ink=SOFT)
+        picture.text(372, y + 17, f"set {row % 4}" + (" again" if row == 4 else ""), ink=SOFT)
     picture.lines(500, 70, ("A frame is 16 bytes, four elements. Brown is a row's first", "element. The copy engine needs rows that begin at a frame,",
-                            "and that are a multiple of 16 bytes apart. So every fourth", "row is taken as a matrix of its own, which begins at the",
+                            "and that are a multiple of 16 bytes apart. So every fourth", "row is taken into a set of its own, which begins at the",
                             "frame before its first element."))
 
-    picture.text(20, 246, "the tile of columns 192 to 383: where the boxes of the four matrices begin", bold=True)
+    picture.text(20, 246, "the tile of columns 192 to 383: where the boxes of the four sets begin", bold=True)
     unit, zero = 9, 590  # pixels of a column; where column 192 is
     for matrix in range(4):
         y = 266 + matrix * 50
         early = 8 * matrix + matrix * columns % 4
         first = tile - early
         assert (matrix * columns + first) % 4 == 0  # the box begins at a multiple of 16 bytes
-        picture.text(20, y + 26, f"matrix {matrix}: from column {first} on" + (f", {early} early" if early else ""))
+        picture.text(20, y + 26, f"set {matrix}: from column {first} on" + (f", {early} early" if early else ""))
         if early:
             picture.box(zero - early * unit, y, early * unit - 1, 40, SAND, None, "", 0)
         picture.box(zero, y, 120, 40, SKY, None, "192, 193 ...", 0, size=16)
@@ -764,7 +764,7 @@ def boxes():
     picture.text(zero - 8, 488, "copied, but not used", "end", SOFT)
     picture.text(zero + 8, 488, "the tile", "start", BLUE)
     picture.lines(730, 276, ("Up to three columns are early, since", "a box begins at a frame. And 8, 16 and", "24 are early for another reason: a warp",
-                             "reads one row of each of the four", "matrices at a time, eight columns of it.", "So these rows lie in different banks,",
+                             "reads one row of each of the four", "sets at a time, eight columns of it.", "So these rows lie in different banks,",
                              "nearly: they begin at 0, 9, 18 and 27."))
     return picture
 

@@ -5,9 +5,9 @@
 #include "operators/clifford/algebra.cuh"
 #include "operators/clifford/clifford.cuh"
 #include "operators/clifford/tensors.h"
+#include "operators/clifford_connected/tf32_product.cuh"
 #include "primitives/early_launch.cuh"
 #include "primitives/launch.h"
-#include "primitives/mma.cuh"
 
 namespace operators::clifford_connected {
 
@@ -72,8 +72,6 @@ __device__ __forceinline__ void apply_gates(Multivectors<A, W>& x, const Multive
     for (int e = 0; e < W; ++e) x.blade[i].v[e] *= factor.v[e];
   });
 }
-
-__device__ inline float rounded_to_tf32(float value) { return __uint_as_float(to_tf32(value)); }
 
 // W neighbouring features of all blades, of row n and from feature f on; zeros where there is no
 // such row or feature.

@@ -222,8 +222,8 @@ struct Few {
   }
   Tf32Factor left() const { return {weights, pitch, pitch, A::kTriples}; }
 
-  /// If rows of weights are not aligned, they are copied first.
-  void forward(float* planes, float* inverses) const {
+  /// What the products read: the planes and, if rows of weights are not aligned, a copy of these.
+  void prepare(float* planes) const {
     const Layer& layer = of.layer;
     if (pitch != layer.features) {
       const int threads = std::min(pitch, 256);
@@ -235,6 +235,10 @@ struct Few {
     maker.before = maker.units();
     launch_clusters_on(of.stream, make_ready<A>, 1, true, maker.before / 4, 128, 0, maker,
                        maker.before / 4, WeightTransposer<A>{}, static_cast<unsigned*>(nullptr), 0);
+  }
+  void forward(float* planes, float* inverses) const {
+    const Layer& layer = of.layer;
+    prepare(planes);
     multiply_tf32(of, left(), {planes, int64_t{kPlanes<A>} * chunk.pitch, chunk.stride}, plan,
                   work<true>(partials.data(), splits));
     if (!layer.normed && splits == 1) return;

@@ -31,8 +31,7 @@ struct Ready {
         inverses(kept),
         squares(of.workspace.any<float>(static_cast<size_t>(A::kBlades) * largest().pitch *
                                         ceil_div(of.layer.features, 128))),
-        made(of.workspace.zeros<unsigned>(largest().patches() +
-                                          largest().pitch / 64 * A::kGrades)) {}
+        made(of.workspace.any<unsigned>(largest().patches() + largest().pitch / 64 * A::kGrades)) {}
 
   // How many rows a chunk has. There are as few chunks as kPlaneBytes allows, about equally long,
   // or one more if that should take clearly fewer cycles. All but the last have a multiple of 256
@@ -100,14 +99,14 @@ struct Ready {
     return result;
   }
   // Launches make_ready. It makes the planes that come before the product and, with those of the
-  // first chunk, rounds and transposes the weights.
-  void prepare(const Chunk& chunk, bool beside, bool first, float* plain_weights) const {
+  // first chunk, rounds the weights: to `transposed`, `plain`, or both.
+  void prepare(const Chunk& chunk, bool beside, float* transposed, float* plain) const {
     const PlaneMaker<A> planes_of = maker(chunk, beside);
     const int plane_blocks = std::max(planes_of.before / 4, 1);
-    const WeightTransposer<A> transposer{of.w,   weights, plain_weights, of.layer.features,
-                                         stride, {}};
+    const WeightTransposer<A> transposer{of.w, transposed, plain, of.layer.features, stride, {}};
+    const bool rounds = transposed != nullptr || plain != nullptr;
     launch_clusters_on(of.stream, make_ready<A>, 1, true,
-                       plane_blocks + (first ? transposer.blocks() : 0), 128, 0, planes_of,
+                       plane_blocks + (rounds ? transposer.blocks() : 0), 128, 0, planes_of,
                        plane_blocks, transposer, made.data(), static_cast<int>(made.size()));
   }
   auto work(const Chunk& chunk) const {
@@ -119,7 +118,8 @@ struct Ready {
     if (few.used) return few.forward(planes, inverses);
     for (int first = 0; first < of.layer.batch; first += rows) {
       const Chunk piece = chunk(first);
-      prepare(piece, kBeside, first == 0, plain_weights);
+      prepare(piece, kBeside, first == 0 ? weights.data() : nullptr,
+              first == 0 ? plain_weights : nullptr);
       multiply_tf32(of, {planes, int64_t{kPlanes<A>} * piece.pitch, stride},
                     {weights, int64_t{A::kTriples} * stride, stride}, plan, work(piece));
       normalize_rest_of(norm(piece), of.stream);
@@ -134,9 +134,10 @@ struct Ready {
   Memory<unsigned> made;
 };
 
-// Backward begins with the chunk that forward ended with, whose planes are still there. They are
-// multiplied for dw, and then the planes' gradients take their place. For each other chunk
-// make_ready makes the planes again.
+// Backward, after forward or by itself. It begins with the last chunk, whose planes forward has
+// left. They are multiplied for dw, and then the planes' gradients take their place. For each other
+// chunk, and by itself for the last one, too, make_ready makes the planes again: that moves some
+// bytes, where z would take a product.
 template <typename A, bool kBeside>
 struct ReadyBackward {
   ReadyBackward(const Ready<A, kBeside>& ready, const CliffordGradients& gradients)
@@ -147,15 +148,11 @@ struct ReadyBackward {
         partials(d.dw),
         plan_planes(plan_tiles(plane_work(forward.largest()))),
         plan_weights(plan_tiles(weight_work(forward.largest()))) {
-    // Where tiles are few, clusters share the rows of one. As partial sums have to be added up, a
-    // greater number of shares has to save more than a tenth of the cycles.
-    const int most = std::min(8, forward.chunk(last_chunk()).rows / 128);
-    int best = 1;
-    for (splits = 2; splits <= most; ++splits) {
-      const TilePlan plan = plan_tiles(weight_work(forward.largest()));
-      if (plan.cycles < 0.9 * plan_weights.cycles) plan_weights = plan, best = splits;
-    }
-    splits = best;
+    splits = best_splits(plan_weights, forward.chunk(last_chunk()).rows / 128, d.dw.bytes(),
+                         [&](int shares) {
+                           splits = shares;
+                           return plan_tiles(weight_work(forward.largest()));
+                         });
     if (splits > 1) {
       partials =
           forward.of.workspace.template any<float>(static_cast<size_t>(splits) * d.dw.size());
@@ -177,10 +174,17 @@ struct ReadyBackward {
                                                 chunk.first != last_chunk(), clusters);
     };
   }
+  /// Forward and backward.
   void run() const {
+    forward.forward(weights);
+    gradients(true);
+  }
+  /// Of a forward pass that has left its result and the inverse norms and, if `planes_are_there`,
+  /// the planes and weights as well.
+  void gradients(bool planes_are_there) const {
     const CliffordTensors& of = forward.of;
     const int features = of.layer.features;
-    forward.forward(weights);
+    if (forward.few.used && !planes_are_there) forward.few.prepare(forward.planes);
     for (int first = last_chunk(); first >= 0; first -= forward.rows) {
       const Chunk chunk = forward.chunk(first);
       const Tf32Factor dz_of{dz, int64_t{A::kBlades} * chunk.stride, chunk.pitch};
@@ -189,7 +193,10 @@ struct ReadyBackward {
           1, true, dim3(chunk.pitch / kResultRows, A::kGrades), kResultThreads, 0,
           static_cast<const float*>(of.out), static_cast<const float*>(d.d_out),
           static_cast<const float*>(forward.inverses), dz.data(), chunk);
-      if (first != last_chunk()) forward.prepare(chunk, false, false, nullptr);
+      const bool is_last = first == last_chunk();
+      if (!forward.few.used && !(is_last && planes_are_there)) {
+        forward.prepare(chunk, false, nullptr, is_last ? weights.data() : nullptr);
+      }
       multiply_tf32(of, {forward.planes, int64_t{kPlanes<A>} * chunk.pitch, chunk.stride}, dz_of,
                     plan_weights, weight_work(chunk));
       if (forward.few.used) {

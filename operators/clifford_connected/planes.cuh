@@ -20,7 +20,6 @@
 #pragma once
 
 #include "operators/clifford_connected/connected.cuh"
-#include "operators/clifford_connected/tf32_product.cuh"
 
 namespace operators::clifford_connected {
 
@@ -40,7 +39,7 @@ struct Chunk {
 };
 
 /// The weights in TF32, in the order of slots, zeros beyond the features: `transposed` (slots, out
-/// feature, in feature), and for backward `plain` (slots, in feature, out feature), unless it is
+/// feature, in feature), and for backward `plain` (slots, in feature, out feature). Either may be
 /// null. Rows of both are in the order of place_of_column(), and so are out features of `plain`, as
 /// those of dz. A block of 128 threads has 32 rows and width() columns of a matrix. A row of
 /// `piece` has 129 elements, so that a column lies in 32 banks.
@@ -82,6 +81,7 @@ struct WeightTransposer {
 #pragma unroll
       for (int j = lane; j < kWidth; j += 32) to[place_of_column(j)] = piece[i][j];
     }
+    if (transposed == nullptr) return;
 #pragma unroll 8
     for (int r = 0; r < kWidth; r += 4) {
       const size_t to = slot * stride + place_of_column(col0 + r + warp);

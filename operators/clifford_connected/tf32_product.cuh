@@ -26,12 +26,15 @@
 #include "operators/clifford/tensors.h"
 #include "operators/product/tf32.cuh"
 #include "primitives/early_launch.cuh"
+#include "primitives/mma.cuh"
 #include "primitives/spin.cuh"
 
 namespace operators::clifford_connected {
 
 using namespace primitives;
 using namespace clifford;
+
+__device__ inline float rounded_to_tf32(float value) { return __uint_as_float(to_tf32(value)); }
 
 /// Counters in memory. Threads that have written something add to one, and those that read it wait
 /// until the counter is high enough.
@@ -285,17 +288,35 @@ TilePlan plan_tiles(Make make) {
   return large.cycles <= small.cycles ? large : small;
 }
 
+/// Where tiles of a result of so many bytes are few, clusters share the sum of one. How many should
+/// share it, at most `most`; `plan`, that of one, becomes theirs. plan_of(splits) plans that many.
+/// Each leaves a partial sum, and these are written and read again: so they have to save a tenth.
+template <typename PlanOf>
+int best_splits(TilePlan& plan, int most, double bytes, PlanOf plan_of) {
+  constexpr double kBytesPerCycle = 2280;  // an estimate of what memory moves
+  double least = 0.9 * plan.cycles;
+  int best = 1;
+  for (const int splits : {2, 3, 4, 5, 6, 7, 8, 12, 16, 24, 32}) {
+    if (splits > most) break;
+    const TilePlan with = plan_of(splits);
+    const double cycles = with.cycles + 2 * splits * bytes / kBytesPerCycle;
+    if (cycles < least) least = cycles, plan = with, best = splits;
+  }
+  return best;
+}
+
 /// visit(tile) with the tile of a plan.
 template <typename Visit>
 auto with_tile(const TilePlan& plan, Visit visit) {
   return plan.large ? visit(LargeTile()) : visit(SmallTile());
 }
 
-/// A factor in memory: (rows, cols), row-major, in TF32. Or it is several such matrices in fp32,
-/// which the copy engine rounds on the way.
+/// A factor in memory: (rows, cols), row-major, in TF32, or in fp32 if the copy engine rounds it on
+/// the way. Or it is several such matrices in fp32, which it rounds always.
 struct Tf32Factor {
   const float* data;
   int64_t rows, cols, matrices = 1;
+  bool rounds = false;
 };
 
 /// Launches the product with the tile of the plan. Blocks may wait for one another: where a launch
@@ -310,9 +331,9 @@ void multiply_tf32(const CliffordTensors& of, const Tf32Factor& a, const Tf32Fac
     const Task task = make(size, plan.clusters);
     const int clusters = Task::kHelped ? plan.clusters : task.turns.clusters;
     const Work work{a.matrices == 1
-                        ? tensor_map<float>(a.data, a.rows, a.cols, Tile::kRowsA)
+                        ? tensor_map<float>(a.data, a.rows, a.cols, Tile::kRowsA, a.rounds)
                         : batch_map<float>(a.data, a.matrices, a.rows, a.cols, Tile::kRowsA, true),
-                    tensor_map<float>(b.data, b.rows, b.cols, Tile::kRowsB), task};
+                    tensor_map<float>(b.data, b.rows, b.cols, Tile::kRowsB, b.rounds), task};
     constexpr bool kWaits = requires { Task::kWaits; };
     const Start start = kWaits && !of.alone ? Start::together : Start::early;
     launch_clusters_on(of.stream, product::product<Work>, 1, start,

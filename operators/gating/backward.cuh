@@ -8,12 +8,15 @@
 // their place. They are rounded to that type, as factors of the next products are; the column sums
 // are of what was not rounded. dW1 and dW2 are two products of transposed factors, or, where many
 // rows meet few weights, one kernel that reads x and [dS | dV] as they lie (weight_gradients.cuh).
-// In fp32 x^T [dS | dV] is one product, which is taken apart.
+// Hopper's products read transposed factors of 2 bytes as they lie, too; for others x is transposed
+// once for both. In fp32 x^T [dS | dV] is one product, which is taken apart.
 //
 // Where values have an input y of their own, dS and dV lie below each other, not side by side, and
 // each input has products of its own:
 //
 //     dx = dS W1^T,  dy = dV W2^T,  dW1 = x^T dS,  dW2 = y^T dV
+//
+// Each transposed factor is of one product then, and that product's business.
 //
 // (If values have the gate's function, too, dS = d_out * gate(v) * slope at s, and dV likewise.)
 #pragma once
@@ -140,6 +143,7 @@ class GatedLayerBackward {
  public:
   GatedLayerBackward(const Caller& caller, const GatingMemory<T>& of, const GatingGradients<T>& d,
                      const GatingShape& shape, const ProductWays<T>& multiply,
+                     const TurnedProductWays<T>& multiply_turned,
                      const std::optional<ValueInput<T>>& value = {})
       : caller_(caller),
         of_(of),
@@ -153,26 +157,48 @@ class GatedLayerBackward {
       return best_product(caller, multiply, a, b, c,
                           {static_cast<int>(m), static_cast<int>(n), static_cast<int>(k)}, strides);
     };
+    const auto turned_of = [&](const Memory<T>& a, const Memory<T>& b, const Memory<T>& c,
+                               int64_t m, int64_t n, int64_t k, product::RowStrides strides,
+                               bool of_a) {
+      return best_of(multiply_turned(
+          caller.of_step(), a, b, c,
+          {static_cast<int>(m), static_cast<int>(n), static_cast<int>(k)}, strides, of_a));
+    };
     const Memory<T> d_s = any(M * 2 * pitch), d_v = behind(d_s, value ? M * pitch : pitch);
     const Memory<T> s = kHalves ? d_s : any(M * H), v = kHalves ? d_v : any(M * H);
     const Input x = input(of.x, shape.channels, of.x_stride, d_s, d.d_x);
     std::vector<Input> inputs = {x};
     if (value) inputs.push_back(input(value->y, value->channels, value->stride, d_v, *d.d_y));
-    const Input& y = inputs.back();  // the same one, where there is no other
-    const Memory<T> W2_t = value ? y.W_t : behind(x.W_t, pitch * x.W_t_stride);
+    const Input& y = inputs.back();                  // the same one, where there is no other
+    const int64_t W_t_stride = aligned(x.channels);  // of [W1 | W2]^T
+    const Memory<T> W_t = any(value ? 0 : stride * W_t_stride);
 
     std::vector<Way> steps = {
         product_of(x.x, of.W1, s, M, H, x.channels, {of.x_stride, 0, kHalves ? stride : 0}),
         product_of(y.x, of.W2, v, M, H, y.channels,
                    {value ? value->stride : of.x_stride, 0, kHalves ? stride : 0}),
-        gates(s, v, d_s, d_v, x, y, W2_t)};
+        gates(s, v, d_s, d_v)};
+    if (!value) steps.push_back(turn_weights(x.channels, W_t, W_t_stride));
     std::vector<Way> by_products, from_slices;
-    const Memory<T> d_W[2] = {d.d_W1, d.d_W2};
+    const Memory<T> W[2] = {of.W1, of.W2}, d_W[2] = {d.d_W1, d.d_W2};
     for (size_t i = 0; i < inputs.size(); ++i) {
       const Input& in = inputs[i];
       const int64_t K = in.channels, rows = aligned(M);
-      steps.push_back(
-          product_of(in.d, in.W_t, in.d_x, M, K, stride, {0, dense(in.W_t_stride, K), 0}));
+      if constexpr (kHalves) from_slices.push_back(weights_from_slices(in, d_W[i], d_W[1]));
+      if (value) {
+        steps.push_back(turned_of(in.d, W[i], in.d_x, M, K, H, {stride, H, K}, false));
+      } else {
+        steps.push_back(product_of(in.d, W_t, in.d_x, M, K, stride, {0, dense(W_t_stride, K), 0}));
+      }
+      if (value || (kHalves && primitives::is_hopper())) {
+        const product::RowStrides strides{in.stride, stride, H};
+        by_products.push_back(turned_of(in.x, in.d, d_W[i], K, H, M, strides, true));
+        if (!value) {
+          const Memory<T> d_v = behind(in.d, pitch);
+          by_products.push_back(turned_of(in.x, d_v, d_W[1], K, H, M, strides, true));
+        }
+        continue;
+      }
       const Memory<T> x_t = any(K * rows);
       by_products.push_back({"", 2 * in.read() + kFirstLaunch, [=, *this] {
                                product::launch_transpose<T>({in.x, M, K, in.stride},
@@ -180,17 +206,14 @@ class GatedLayerBackward {
                              }});
       if constexpr (kHalves) {
         const product::RowStrides strides{dense(rows, M), stride, 0};
-        by_products.push_back(product_of(x_t, in.d, d_W[i], K, H, M, strides));
-        if (!value) {
-          by_products.push_back(product_of(x_t, behind(in.d, pitch), d_W[1], K, H, M, strides));
-        }
-        from_slices.push_back(weights_from_slices(in, d_W[i], d_W[1]));
+        by_products.push_back(product_of(x_t, in.d, d_W[0], K, H, M, strides));
+        by_products.push_back(product_of(x_t, behind(in.d, pitch), d_W[1], K, H, M, strides));
       } else {
         const Memory<float> both = any(K * stride);
         by_products.push_back(product_of(x_t, in.d, both, K, stride, M, {}));
         by_products.push_back({"",
                                kFirstLaunch + 8 * static_cast<double>(K * stride) / memory_rate(),
-                               [=, *this] { add_weights(both.data(), 1, K, d_W[i], d_W[1]); }});
+                               [=, *this] { add_weights(both.data(), 1, K, d_W[0], d_W[1]); }});
       }
     }
     const char* const by_products_name = value     ? "six products and their gates between them"
@@ -219,13 +242,11 @@ class GatedLayerBackward {
   static constexpr int64_t kAligned = kHalves ? 8 : 1;
 
   /// An input (M, channels), and what belongs to it: d, which is [dS | dV], or one of them; its
-  /// weights transposed; its gradient.
+  /// gradient.
   struct Input {
     Memory<T> x;
     int64_t channels, stride, rows;
-    Memory<T> d, W_t;
-    int64_t W_t_stride;
-    Memory<T> d_x;
+    Memory<T> d, d_x;
 
     double read() const {  // microseconds
       return static_cast<double>(rows * channels) * sizeof(T) / memory_rate();
@@ -233,10 +254,7 @@ class GatedLayerBackward {
   };
   Input input(const Memory<T>& x, int64_t channels, int64_t row_stride, const Memory<T>& d,
               const Memory<T>& d_x) const {
-    const int64_t W_t_stride = aligned(channels);
-    return {x,          channels, row_stride != 0 ? row_stride : channels,
-            M,          d,        any(stride * W_t_stride),
-            W_t_stride, d_x};
+    return {x, channels, row_stride != 0 ? row_stride : channels, M, d, d_x};
   }
 
   Memory<T> any(int64_t count) const {
@@ -249,9 +267,9 @@ class GatedLayerBackward {
     return Memory<T>([of, by] { return of.data() + by; }, of.size() - static_cast<size_t>(by));
   }
 
-  /// From s and v to dS and dV, and what the next products take of the weights.
-  Way gates(const Memory<T>& s, const Memory<T>& v, const Memory<T>& d_s, const Memory<T>& d_v,
-            const Input& x, const Input& y, const Memory<T>& W2_t) const {
+  /// From s and v to dS and dV.
+  Way gates(const Memory<T>& s, const Memory<T>& v, const Memory<T>& d_s,
+            const Memory<T>& d_v) const {
     const GateSlices slices(M, pitch);
     const auto partials =
         caller_.workspace.template any<float>(slices.count * static_cast<size_t>(2 * pitch));
@@ -283,16 +301,23 @@ class GatedLayerBackward {
       add_bias_gradients<T><<<dim3(primitives::blocks_for(H, 128), 2), 128, 0, stream>>>(
           partials.data(), static_cast<int>(slices.count), static_cast<int>(pitch),
           static_cast<int>(H), d_.d_b1.data(), d_.d_b2.data());
-      using Factor = product::Strided<const T>;
-      const auto transpose = [&](const Memory<T>& W, const Input& of, const Memory<T>& to) {
-        product::launch_transpose<T>(Factor{W, of.channels, H, H},
-                                     {to, pitch, of.W_t_stride, of.W_t_stride}, stream);
-      };
-      transpose(of_.W1, x, x.W_t);
-      transpose(of_.W2, y, W2_t);
     };
     return {"", 2 * kFirstLaunch + static_cast<double>(M * pitch) * 5 * sizeof(T) / memory_rate(),
             launch};
+  }
+
+  /// [W1 | W2]^T, where what fills rows up to `pitch` is 0.
+  Way turn_weights(int64_t channels, const Memory<T>& to, int64_t to_stride) const {
+    const auto launch = [=, *this] {
+      using Factor = product::Strided<const T>;
+      const auto turn = [&](const Memory<T>& W, const Memory<T>& at) {
+        product::launch_transpose<T>(Factor{W, channels, H, H}, {at, pitch, to_stride, to_stride},
+                                     caller_.stream);
+      };
+      turn(of_.W1, to);
+      turn(of_.W2, behind(to, pitch * to_stride));
+    };
+    return {"", 2 * kNextLaunch, launch};
   }
 
   /// dW1 and dW2 by one kernel, which reads x and [dS | dV] once; or one of them.

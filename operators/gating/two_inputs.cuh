@@ -23,6 +23,38 @@
 
 namespace operators::gating {
 
+/// What both kernels read and write. Rows that are not aligned are copied before.
+template <typename T>
+struct PairOperands {
+  Caller caller;
+  GatingMemory<T> memory;
+  AlignedRows<T> x, y, W1, W2;
+  bool gated_values;
+
+  PairOperands(const Caller& by, const GatingMemory<T>& of, const ValueInput<T>& value,
+               const GatingShape& shape)
+      : caller(by),
+        memory(of),
+        x(by.workspace, of.x, shape.rows, shape.channels, of.x_stride),
+        y(by.workspace, value.y, shape.rows, value.channels, value.stride),
+        W1(by.workspace, of.W1, shape.channels, shape.hidden),
+        W2(by.workspace, of.W2, value.channels, shape.hidden),
+        gated_values(value.gated) {}
+
+  /// Launches the kernel that copies, if there is something to copy. Returns whether.
+  bool align() const {
+    const RowCopies<T, 4> copies{x.job(), y.job(), W1.job(), W2.job()};
+    if (copies.blocks().x == 0) return false;
+    align_rows<T, 4><<<copies.blocks(), kCopyThreads, 0, caller.stream>>>(copies);
+    return true;
+  }
+  /// Microseconds of that.
+  double aligning() const {
+    const double bytes = bytes_copied(x) + bytes_copied(y) + bytes_copied(W1) + bytes_copied(W2);
+    return bytes > 0 ? kNextLaunch + 2 * bytes / memory_rate() : 0;
+  }
+};
+
 // ---- Hopper -------------------------------------------------------------------------------------
 
 /// Tiles of out, kRows by kColumns, of which each consumer has 64 rows: gates and values of all
@@ -71,66 +103,40 @@ struct PairProduct : MatrixProduct<Tile_, StorePair<T>> {
 #if HOPPER_CODE
   using typename Whole::Grid;
 
-  class Copies {
+  class Copies : public Whole::Copies {
    public:
     __device__ Copies(const PairProduct& of, const Grid& blocks)
-        : work(of), grid(blocks), pieces(of.schedule, blocks.cluster) {}
-    __device__ bool next() {
-      if (++step < piece.end) return true;
-      if (!pieces.get(piece)) return false;
-      step = piece.begin;
-      at = work.schedule.place(piece.tile, grid.stack, grid.side);
-      return true;
-    }
+        : Whole::Copies(of, blocks, true), pair(of) {}
     template <bool kAlone = false>
     __device__ void load(Stage& stage, Barrier* arrived) const {
-      const bool of_gates = step < work.gate_steps;
-      const int k = kStepK * (of_gates ? step : step - work.gate_steps);
-      grid.template load<kAlone>(stage.a, of_gates ? &work.A.maps[0] : &work.Y.maps[0], at.row, k,
-                                 arrived);
-      grid.template load<kAlone>(stage.b, &work.B.maps[of_gates ? 0 : 1], at.col, k, arrived);
+      const int turn = kStepK * pair.gate_steps;
+      const bool of_gates = this->k < turn;
+      const int k = of_gates ? this->k : this->k - turn;
+      this->grid.template load<kAlone>(stage.a, of_gates ? &pair.A.maps[0] : &pair.Y.maps[0],
+                                       this->at.row, k, arrived);
+      this->grid.template load<kAlone>(stage.b, &pair.B.maps[of_gates ? 0 : 1], this->at.col, k,
+                                       arrived);
     }
-    __device__ void end() const {}
 
    private:
-    const PairProduct& work;
-    const Grid& grid;
-    typename Schedule<Tile>::Pieces pieces;
-    Piece piece = {0, 0, 0};
-    int step = 0;
-    typename Schedule<Tile>::Place at = {0, 0};
+    const PairProduct& pair;
   };
 
-  class Results {
+  class Results : public Whole::Results {
    public:
     __device__ Results(const PairProduct& of, Shared& memory, const Grid& blocks, int number)
-        : work(of),
-          shared(memory),
-          grid(blocks),
-          consumer(number),
-          pieces(of.schedule, blocks.cluster),
-          out{memory.out[number], number} {}
-    __device__ bool next() { return pieces.get(piece); }
+        : Whole::Results(of, memory, blocks, number), gate_steps(of.gate_steps) {}
     template <class Reader>
     __device__ void multiply(Sum& sum, Reader& reader) const {
-      const int turn = min(max(piece.begin, work.gate_steps), piece.end);
+      const Piece& piece = this->piece;
+      const int turn = min(max(piece.begin, gate_steps), piece.end);
       if (turn == piece.begin) clear<0>(sum);  // a half without any steps
       if (turn == piece.end) clear<1>(sum);
       multiply_half<0>(sum, reader, piece.begin, turn);
       wgmma_wait<0>();  // else ptxas cannot tell the halves' products apart
       multiply_half<1>(sum, reader, turn, piece.end);
-      out.wait();  // while the last products are on their way
+      this->out.wait();  // while the last products are on their way
     }
-    __device__ void store(Sum& sum) const {
-      if (piece.begin > 0 || piece.end < work.schedule.steps) {
-        const Handover handover{work.exchange, consumer, grid.rank * Tile::kConsumers + consumer,
-                                Tile::kBlocks * Tile::kConsumers, shared.ended[consumer]};
-        if (!handover.complete(sum, work.schedule.sharers(piece.tile), grid.cluster)) return;
-      }
-      const auto at = work.schedule.place(piece.tile, grid.stack, grid.side);
-      work.epilogue(sum, at.row + Tile::row_of(consumer), at.col, out);
-    }
-    __device__ void end() const { out.wait(); }
 
    private:
     template <int kHalf>
@@ -151,7 +157,7 @@ struct PairProduct : MatrixProduct<Tile_, StorePair<T>> {
           wgmma_fence();
 #pragma unroll
           for (int slice = 0; slice < kSlices; ++slice) {
-            multiply_slice(half_of<kHalf>(sum), stage.a.rows(Tile::row_of(consumer)), stage.b,
+            multiply_slice(half_of<kHalf>(sum), stage.a.rows(Tile::row_of(this->consumer)), stage.b,
                            slice, step > begin || slice > 0);
           }
           wgmma_commit();
@@ -159,13 +165,7 @@ struct PairProduct : MatrixProduct<Tile_, StorePair<T>> {
       }
     }
 
-    const PairProduct& work;
-    Shared& shared;
-    const Grid& grid;
-    const int consumer;
-    typename Schedule<Tile>::Pieces pieces;
-    const Outbox<T, Tile::kOut, Tile::kOutRows> out;
-    Piece piece;
+    const int gate_steps;
   };
 #endif
 };
@@ -182,34 +182,25 @@ constexpr GatedTileCost cost_of_pair(int rows, int cols) {
 template <typename T>
 class GatedPair {
  public:
-  GatedPair(const Caller& caller, const GatingMemory<T>& memory, const ValueInput<T>& value,
-            const GatingShape& shape)
-      : memory_(memory),
-        x_(caller.workspace, memory.x, shape.rows, shape.channels, memory.x_stride),
-        y_(caller.workspace, value.y, shape.rows, value.channels, value.stride),
-        W1_(caller.workspace, memory.W1, shape.channels, shape.hidden),
-        W2_(caller.workspace, memory.W2, value.channels, shape.hidden),
-        exchange_(caller.workspace),
-        gate_steps_(ceil_div(x_.cols, kStepK)),
-        shape_{x_.rows, W1_.cols, kStepK * (gate_steps_ + ceil_div(y_.cols, kStepK))},
-        gated_values_(value.gated),
-        caller_(caller) {}
+  explicit GatedPair(const PairOperands<T>& of)
+      : of_(of),
+        exchange_(of.caller.workspace),
+        gate_steps_(ceil_div(of.x.cols, kStepK)),
+        shape_{of.x.rows, of.W1.cols, kStepK * (gate_steps_ + ceil_div(of.y.cols, kStepK))} {}
 
   std::vector<Way> ways() {
-    Ways ways(caller_.search);
+    Ways ways(of_.caller.search);
     const auto self = std::make_shared<const GatedPair>(*this);
     offer<PairTiles<T, 128, 128, 2, 1, 2>>(ways, self);
     offer<PairTiles<T, 128, 64, 2, 1, 1>>(ways, self);
     offer<PairTiles<T, 64, 128, 2, 1, 1>>(ways, self);
-    exchange_.allocate(caller_.workspace);
+    exchange_.allocate(of_.caller.workspace);
     std::vector<Way> found = ways.found();
-    for (Way& way : found) way.microseconds += copying();
+    for (Way& way : found) way.microseconds += of_.aligning();
     return found;
   }
 
  private:
-  static constexpr int kOperands = 4;
-
   template <class Tile>
   void offer(Ways& ways, const std::shared_ptr<const GatedPair>& self) {
     WorkFacts facts = facts_of<PairProduct<Tile, T>>();
@@ -241,45 +232,29 @@ class GatedPair {
   void launch(const ProductPlan& plan) const {
     using Work = PairProduct<Tile, T>;
     constexpr size_t kBytes = sizeof(ProductShared<Tile>);
-    const T *b1 = memory_.b1, *b2 = memory_.b2, *weights = memory_.W1;
+    const GatingMemory<T>& memory = of_.memory;
+    const T *b1 = memory.b1, *b2 = memory.b2, *weights = memory.W1;
     Exchange exchange = exchange_.exchange(plan.shares);
     const Work work{
-        {{{x_.map(Tile::kRowsA)}},
-         {{W1_.map(Tile::kRowsB), W2_.map(Tile::kRowsB)}},
-         {{rounded_to<T>(memory_.out, x_.rows, W1_.cols, 64, memory_.out_stride), b1 ? b1 : weights,
-           b2 ? b2 : weights, b1 != nullptr, b2 != nullptr, memory_.gate},
-          gated_values_},
+        {{{of_.x.map(Tile::kRowsA)}},
+         {{of_.W1.map(Tile::kRowsB), of_.W2.map(Tile::kRowsB)}},
+         {{rounded_to<T>(memory.out, of_.x.rows, of_.W1.cols, 64, memory.out_stride),
+           b1 ? b1 : weights, b2 ? b2 : weights, b1 != nullptr, b2 != nullptr, memory.gate},
+          of_.gated_values},
          Schedule<Tile>(shape_, plan.clusters, plan.shares),
          exchange},
-        {{y_.map(Tile::kRowsA)}},
+        {{of_.y.map(Tile::kRowsA)}},
         gate_steps_};
-    const RowCopies<T, kOperands> copies{x_.job(), y_.job(), W1_.job(), W2_.job()};
-    const bool copied = copies.blocks().x > 0;
-    const bool early = copied || work.exchange.ended;  // after copies, or zeros
-    if (copied) {
-      align_rows<T, kOperands><<<copies.blocks(), kCopyThreads, 0, caller_.stream>>>(copies);
-    }
+    const bool early = of_.align() || work.exchange.ended;  // after copies, or zeros
     allow_shared_bytes(operators::product::product<Work>, kBytes);
-    launch_clusters_on(caller_.stream, operators::product::product<Work>, 1, early,
+    launch_clusters_on(of_.caller.stream, operators::product::product<Work>, 1, early,
                        plan.clusters * Tile::kBlocks, Tile::kThreads, kBytes, work);
   }
 
-  /// Microseconds until all rows are aligned.
-  double copying() const {
-    double bytes = 0;
-    for (const auto* matrix : {&x_, &y_, &W1_, &W2_}) {
-      if (matrix->copied) bytes += 2 * sizeof(T) * 1.0 * matrix->rows * matrix->stride;
-    }
-    return bytes > 0 ? kNextLaunch + bytes / memory_rate() : 0;
-  }
-
-  GatingMemory<T> memory_;
-  AlignedRows<T> x_, y_, W1_, W2_;
+  PairOperands<T> of_;
   ExchangeMemory exchange_;
   int gate_steps_;
   ProductShape shape_;  // of out, with the steps of both products
-  bool gated_values_;
-  Caller caller_;
 };
 
 // ---- Other GPUs ---------------------------------------------------------------------------------
@@ -326,18 +301,10 @@ __global__ void __launch_bounds__(Tile::kThreads, Tile::kResident)
 template <typename T>
 class PortableGatedPair {
  public:
-  PortableGatedPair(const Caller& caller, const GatingMemory<T>& memory, const ValueInput<T>& value,
-                    const GatingShape& shape)
-      : memory_(memory),
-        x_(caller.workspace, memory.x, shape.rows, shape.channels, memory.x_stride),
-        y_(caller.workspace, value.y, shape.rows, value.channels, value.stride),
-        W1_(caller.workspace, memory.W1, shape.channels, shape.hidden),
-        W2_(caller.workspace, memory.W2, value.channels, shape.hidden),
-        gated_values_(value.gated),
-        caller_(caller) {}
+  explicit PortableGatedPair(const PairOperands<T>& of) : of_(of) {}
 
   std::vector<Way> ways() const {
-    Ways ways(caller_.search);
+    Ways ways(of_.caller.search);
     offer<MmaTile<128, 128, 64, 2, 4, 3, 1>>(ways, 850);
     offer<MmaTile<64, 64, 64, 2, 2, 3, 3>>(ways, 600);
     return ways.found();
@@ -347,18 +314,17 @@ class PortableGatedPair {
   /// rate: so many multiply-adds of a multiprocessor are counted in a cycle.
   template <class Tile>
   void offer(Ways& ways, double rate) const {
-    const int64_t tiles = int64_t{ceil_div(x_.rows, Tile::BM)} * ceil_div(W1_.cols, Tile::BN);
+    const AlignedRows<T>&x = of_.x, &y = of_.y;
+    const int hidden = of_.W1.cols;
+    const int64_t tiles = int64_t{ceil_div(x.rows, Tile::BM)} * ceil_div(hidden, Tile::BN);
     if (Tile::kSharedBytes > most_shared_bytes() || tiles > INT_MAX / 64) return;
-    const double steps = ceil_div(x_.cols, Tile::BK) + ceil_div(y_.cols, Tile::BK);
+    const double steps = ceil_div(x.cols, Tile::BK) + ceil_div(y.cols, Tile::BK);
     const double rounds = std::ceil(static_cast<double>(tiles) / multiprocessors());
-    const double moved = sizeof(T) * 1.0 * x_.rows * (1.0 * x_.cols + y_.cols + W1_.cols);
-    const double copied =
-        bytes_copied(x_) + bytes_copied(y_) + bytes_copied(W1_) + bytes_copied(W2_);
+    const double moved = sizeof(T) * 1.0 * x.rows * (1.0 * x.cols + y.cols + hidden);
     const double time =
-        kFirstLaunch +
+        kFirstLaunch + of_.aligning() +
         std::max(rounds * (steps * Tile::BM * Tile::BN * Tile::BK / rate + 4000) / cycles(),
-                 moved / memory_rate()) +
-        (copied > 0 ? kNextLaunch + 2 * copied / memory_rate() : 0);
+                 moved / memory_rate());
     const WayId id = way_id({static_cast<int64_t>(Divided::by_mma_sync), Tile::BM, Tile::BN});
     ways.offer(time, id, [&] {
       const std::string name = "two inputs; mma.sync; tile " + std::to_string(Tile::BM) + " x " +
@@ -372,37 +338,33 @@ class PortableGatedPair {
 
   template <class Tile>
   void launch(unsigned tiles) const {
-    const RowCopies<T, 4> copies{x_.job(), y_.job(), W1_.job(), W2_.job()};
-    if (copies.blocks().x > 0) {
-      align_rows<T, 4><<<copies.blocks(), kCopyThreads, 0, caller_.stream>>>(copies);
-    }
+    of_.align();
     const auto factors = [](const AlignedRows<T>& left, const AlignedRows<T>& right) {
       return MmaFactors<T, 1>{left.data(), {right.data()}, left.stride, right.stride,
                               left.rows,   right.cols,     left.cols};
     };
-    const int64_t out_stride = memory_.out_stride != 0 ? memory_.out_stride : W1_.cols;
-    const MmaGate<T, true> finish{{memory_.out, out_stride, x_.rows, W1_.cols},
-                                  memory_.b1,
-                                  memory_.b2,
-                                  memory_.gate,
-                                  gated_values_};
+    const GatingMemory<T>& memory = of_.memory;
+    const int rows = of_.x.rows, hidden = of_.W1.cols;
+    const MmaGate<T, true> finish{
+        {memory.out, memory.out_stride != 0 ? memory.out_stride : hidden, rows, hidden},
+        memory.b1,
+        memory.b2,
+        memory.gate,
+        of_.gated_values};
     allow_shared_bytes(mma_pair<Tile, T>, Tile::kSharedBytes);
-    mma_pair<Tile, T><<<tiles, Tile::kThreads, Tile::kSharedBytes, caller_.stream>>>(
-        factors(x_, W1_), factors(y_, W2_), finish);
+    mma_pair<Tile, T><<<tiles, Tile::kThreads, Tile::kSharedBytes, of_.caller.stream>>>(
+        factors(of_.x, of_.W1), factors(of_.y, of_.W2), finish);
   }
 
-  GatingMemory<T> memory_;
-  AlignedRows<T> x_, y_, W1_, W2_;
-  bool gated_values_;
-  Caller caller_;
+  PairOperands<T> of_;
 };
 
 /// The ways to compute the layer of two inputs; see gated_layer().
 template <typename T>
 std::vector<Way> gated_pair(const Caller& caller, const GatingMemory<T>& memory,
                             const ValueInput<T>& value, const GatingShape& shape) {
-  if (!is_hopper()) return PortableGatedPair<T>(caller, memory, value, shape).ways();
-  return GatedPair<T>(caller, memory, value, shape).ways();
+  const PairOperands<T> of(caller, memory, value, shape);
+  return is_hopper() ? GatedPair<T>(of).ways() : PortableGatedPair<T>(of).ways();
 }
 
 }  // namespace operators::gating

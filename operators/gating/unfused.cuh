@@ -23,14 +23,24 @@ using ProductWays =
     std::function<std::vector<Way>(const Caller&, const Memory<T>&, const Memory<T>&,
                                    const Memory<T>&, product::ProductShape, product::RowStrides)>;
 
-/// The way of a product that should be the fastest; one without a launch if there is none.
+/// The same where one factor lies transposed: the left one if `of_a`, as (depth, rows), else the
+/// right one, as (cols, depth). Strides are those of rows in memory, and never 0.
+template <typename T>
+using TurnedProductWays = std::function<std::vector<Way>(
+    const Caller&, const Memory<T>&, const Memory<T>&, const Memory<T>&, product::ProductShape,
+    product::RowStrides, bool of_a)>;
+
+/// The way that should be the fastest; one without a launch if there is none.
+inline Way best_of(const std::vector<Way>& ways) {
+  const Way* const best = common::fastest(ways);
+  return best ? *best : Way();
+}
+/// That of a product.
 template <typename T>
 Way best_product(const Caller& caller, const ProductWays<T>& multiply, const Memory<T>& a,
                  const Memory<T>& b, const Memory<T>& c, product::ProductShape shape,
                  product::RowStrides strides = {}) {
-  const std::vector<Way> ways = multiply(caller.of_step(), a, b, c, shape, strides);
-  const Way* const best = common::fastest(ways);
-  return best ? *best : Way();
+  return best_of(multiply(caller.of_step(), a, b, c, shape, strides));
 }
 
 inline constexpr int kGateCols = 64, kGateRows = 8;  ///< columns of a block; rows at a time

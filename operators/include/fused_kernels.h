@@ -587,6 +587,65 @@ FK_API int fk_clifford_connected_backward(const fk_clifford* clifford, const voi
                                           void* d_y, void* d_w, void* workspace,
                                           size_t workspace_bytes, struct CUstream_st* stream);
 
+/* How many bytes of workspace fk_clifford_connected_kept_forward() needs on the current device.
+ * Written: bytes. Errors: as fk_clifford_connected_kept_forward(), without those of operands. */
+FK_API int fk_clifford_connected_kept_workspace(const fk_clifford* clifford, size_t* bytes);
+
+/* fk_clifford_connected_forward() that keeps what its gradients need. Shapes: inverse_norms (n + 1,
+ * batch), of each grade and row 1 / sqrt(m_c + 1e-6). Type: fp32. Without a norm inverse_norms is
+ * not written. All else: as there. Written: out and inverse_norms. */
+FK_API int fk_clifford_connected_kept_forward(const fk_clifford* clifford, const void* x,
+                                              const void* y, const void* w, void* out,
+                                              void* inverse_norms, void* workspace,
+                                              size_t workspace_bytes, struct CUstream_st* stream);
+
+/* How many bytes of workspace fk_clifford_connected_kept_backward() needs on the current device.
+ * Written: bytes. Errors: as fk_clifford_connected_kept_backward(), without those of operands. */
+FK_API int fk_clifford_connected_kept_backward_workspace(const fk_clifford* clifford,
+                                                         size_t* bytes);
+
+/* fk_clifford_connected_backward(), given the result and the norms that
+ * fk_clifford_connected_kept_forward() has written: so forward's multiplications, a third of all,
+ * are not computed again. Without a norm neither is read. All else: as there. Written: d_x, d_y and
+ * d_w, which must not overlap an operand. */
+FK_API int fk_clifford_connected_kept_backward(const fk_clifford* clifford, const void* d_out,
+                                               const void* x, const void* y, const void* w,
+                                               const void* out, const void* inverse_norms,
+                                               void* d_x, void* d_y, void* d_w, void* workspace,
+                                               size_t workspace_bytes, struct CUstream_st* stream);
+
+/* How many bytes of workspace fk_clifford_layer_forward() needs on the current device.
+ * Written: bytes. Errors: as fk_clifford_layer_forward(), without those of operands. */
+FK_API int fk_clifford_layer_workspace(const fk_clifford* clifford, size_t* bytes);
+
+/* fk_clifford_forward() of x and of y, which the call computes from x: y_k = x_k mix[grade of
+ * k]^T for each blade k, and of the scalar y_1 = x_1 mix[0]^T + bias. Shapes: mix (n + 1, features,
+ * features), a matrix for each grade, whose rows are features of y; bias (features), or NULL; x, y,
+ * w and out as there. `gate`, `unweighted`, `weight_type`, `layout` and `order` are 0. Type: fp32;
+ * x and mix are rounded to TF32, and added up in fp32. Algebras, sizes, alignment: as there.
+ * Written: y, which the gradients need, and out; neither may overlap an operand. Device: compute
+ * capability 8.0 and newer. */
+FK_API int fk_clifford_layer_forward(const fk_clifford* clifford, const void* x, const void* mix,
+                                     const void* bias, const void* w, void* y, void* out,
+                                     void* workspace, size_t workspace_bytes,
+                                     struct CUstream_st* stream);
+
+/* How many bytes of workspace fk_clifford_layer_backward() needs on the current device.
+ * Written: bytes. Errors: as fk_clifford_layer_backward(), without those of operands. */
+FK_API int fk_clifford_layer_backward_workspace(const fk_clifford* clifford, size_t* bytes);
+
+/* The gradients of fk_clifford_layer_forward(), which has written y: those of the sum of all
+ * elements of d_out * out, with respect to x, mix, bias and w. Shapes: d_out that of out, each
+ * gradient that of what it is the gradient of. d_bias is NULL if bias is. Algebras, sizes, type,
+ * alignment and device: as forward; gradients of y are rounded to TF32 where they are multiplied.
+ * The result is the same in each call. Written: d_x, d_mix, d_bias and d_w, which must not overlap
+ * an operand. */
+FK_API int fk_clifford_layer_backward(const fk_clifford* clifford, const void* d_out, const void* x,
+                                      const void* y, const void* mix, const void* bias,
+                                      const void* w, void* d_x, void* d_mix, void* d_bias,
+                                      void* d_w, void* workspace, size_t workspace_bytes,
+                                      struct CUstream_st* stream);
+
 /* How many bytes of workspace fk_gating_backward() needs on the current device.
  * Written: bytes. Errors: as fk_gating_backward(), without those of operands. */
 FK_API int fk_gating_backward_workspace(const fk_gating* gating, size_t* bytes);
@@ -701,7 +760,11 @@ enum fk_function {
   FK_GRADIENTS_RAGGED_FORWARD = 23,
   FK_GRADIENTS_RAGGED_BACKWARD = 24,
   FK_GATING_TWO_FORWARD = 25,
-  FK_GATING_TWO_BACKWARD = 26
+  FK_GATING_TWO_BACKWARD = 26,
+  FK_CLIFFORD_CONNECTED_KEPT_FORWARD = 27,
+  FK_CLIFFORD_CONNECTED_KEPT_BACKWARD = 28,
+  FK_CLIFFORD_LAYER_FORWARD = 29,
+  FK_CLIFFORD_LAYER_BACKWARD = 30
 };
 
 /* A plan that the caller owns, for programs that want to say when something is planned, and how

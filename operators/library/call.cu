@@ -277,8 +277,12 @@ constexpr const Function* kFunctions[] = {&product_forward,
                                           &gradients_ragged_forward,
                                           &gradients_ragged_backward,
                                           &gating_two_forward,
-                                          &gating_two_backward};
-static_assert(std::size(kFunctions) == FK_GATING_TWO_BACKWARD);
+                                          &gating_two_backward,
+                                          &clifford_connected_kept_forward,
+                                          &clifford_connected_kept_backward,
+                                          &clifford_layer_forward,
+                                          &clifford_layer_backward};
+static_assert(std::size(kFunctions) == FK_CLIFFORD_LAYER_BACKWARD);
 
 const Function& with_number(int number) {
   if (number >= 1 && number <= static_cast<int>(std::size(kFunctions))) {

@@ -91,6 +91,12 @@ ProductWays<T> product_of(const fk_gating& gating) {
   }
 }
 
+/// The same where one factor lies transposed.
+template <typename T>
+TurnedProductWays<T> turned_product_of(const fk_gating& gating) {
+  return [type = gating.type](const auto&... of) { return turned_product_ways<T>(type, of...); };
+}
+
 /// The layer's operands: those of the call, of which number `x` is x, and number `out` out. After x
 /// there is y, if there are two inputs, and then come w1, w2, b1 and b2.
 template <typename T>
@@ -156,7 +162,7 @@ Operator backward(const fk_gating& gating) {
       d.d_y = at.memory<T>(kDx + 1, rows * value->channels);
     }
     return GatedLayerBackward<T>(caller, memory, d, {rows, gating.inputs, hidden},
-                                 product_of<T>(gating), value)
+                                 product_of<T>(gating), turned_product_of<T>(gating), value)
         .ways();
   };
 }

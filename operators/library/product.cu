@@ -326,6 +326,27 @@ template std::vector<operators::Way> operators::library::half_product_ways<__nv_
     const Caller&, const Memory<__nv_bfloat16>&, const Memory<__nv_bfloat16>&,
     const Memory<__nv_bfloat16>&, ProductShape, RowStrides);
 
+template <typename T>
+std::vector<operators::Way> operators::library::turned_product_ways(
+    int type, const Caller& caller, const Memory<T>& a, const Memory<T>& b, const Memory<T>& c,
+    ProductShape shape, RowStrides strides, bool of_a) {
+  fk_product product{};
+  product.type = type;
+  const Matrices<T> left{a, shape.rows, shape.depth, strides.a, 0, of_a},
+      right{b, shape.depth, shape.cols, strides.b, 0, !of_a},
+      result{c, shape.rows, shape.cols, strides.c, 0};
+  return LayoutProduct<T>(caller, multiplies_of<T>(product), left, right, result, 1).ways();
+}
+template std::vector<operators::Way> operators::library::turned_product_ways<half>(
+    int, const Caller&, const Memory<half>&, const Memory<half>&, const Memory<half>&, ProductShape,
+    RowStrides, bool);
+template std::vector<operators::Way> operators::library::turned_product_ways<__nv_bfloat16>(
+    int, const Caller&, const Memory<__nv_bfloat16>&, const Memory<__nv_bfloat16>&,
+    const Memory<__nv_bfloat16>&, ProductShape, RowStrides, bool);
+template std::vector<operators::Way> operators::library::turned_product_ways<float>(
+    int, const Caller&, const Memory<float>&, const Memory<float>&, const Memory<float>&,
+    ProductShape, RowStrides, bool);
+
 std::vector<operators::Way> operators::library::tf32_product_ways(
     const Caller& caller, const Memory<float>& a, const Memory<float>& b, const Memory<float>& c,
     ProductShape shape, RowStrides strides) {

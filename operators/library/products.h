@@ -28,6 +28,13 @@ std::vector<Way> half_product_ways(const Caller& caller, const Memory<T>& a, con
 /// The same of fp32, multiplied in TF32, or by three such products (see product::Tf32Product), or
 /// in fp32 (see product::Fp32Product).
 ProductFunction<float> tf32_product_ways, tf32x3_product_ways, fp32_product_ways;
+/// The ways to compute c = a b where one factor lies transposed: a if `of_a`, else b. `type` is one
+/// of fk_type; strides are those of rows in memory, and never 0. What does not read the factor as
+/// it lies copies it before. T: half, __nv_bfloat16 or float.
+template <typename T>
+std::vector<Way> turned_product_ways(int type, const Caller& caller, const Memory<T>& a,
+                                     const Memory<T>& b, const Memory<T>& c, product::ProductShape,
+                                     product::RowStrides, bool of_a);
 /// The steps of the way that should be the fastest to compute c = a b; none if it is too large. Of
 /// fp32 rows have to be dense.
 ProductFunction<float> product_steps;

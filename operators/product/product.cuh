@@ -560,12 +560,14 @@ struct MatrixProduct {
   using Grid = BlockGrid<Tile::kStack, Tile::kSide, kGrids>;
 
   /// Every other piece of a cluster is walked from the end of k to its beginning: what the tile
-  /// before it ended with is still in the L2 cache. One block of each cluster keeps in step (Pace).
+  /// before it ended with is still in the L2 cache. (Not so if steps have to be `in_order`.) One
+  /// block of each cluster keeps in step (Pace).
   class Copies {
    public:
-    __device__ Copies(const MatrixProduct& of, const Grid& blocks)
+    __device__ Copies(const MatrixProduct& of, const Grid& blocks, bool in_order = false)
         : work(of),
           grid(blocks),
+          turns(!in_order),
           pieces(of.schedule, blocks.cluster),
           pace{of.exchange.pace, static_cast<unsigned>(blocks.clusters)},
           in_step(of.exchange.pace != nullptr && blocks.rank == 0) {}
@@ -577,7 +579,7 @@ struct MatrixProduct {
         left = piece.end - piece.begin;
         k = (backward ? piece.end - 1 : piece.begin) * kStepK;
         by = backward ? -kStepK : kStepK;
-        backward = !backward;
+        backward = turns && !backward;
         at = work.schedule.place(piece.tile, grid.stack, grid.side);
       }
       --left;
@@ -615,15 +617,19 @@ struct MatrixProduct {
       if (in_step) pace.end(rounds * all.steps / Pace::kSteps);
     }
 
-   private:
+   protected:
     const MatrixProduct& work;
     const Grid& grid;
+    int k = 0;
+    typename Schedule<Tile>::Place at;
+
+   private:
+    const bool turns;
     typename Schedule<Tile>::Pieces pieces;
     Pace pace;
     const bool in_step;
     bool backward = false;
-    int left = 0, k = 0, by = 0, done = 0;
-    typename Schedule<Tile>::Place at;
+    int left = 0, by = 0, done = 0;
   };
 
   /// Of clusters that share a tile the one that comes last runs the epilogue.
@@ -662,7 +668,7 @@ struct MatrixProduct {
     }
     __device__ void end() const { out.wait(); }
 
-   private:
+   protected:
     const MatrixProduct& work;
     Shared& shared;
     const Grid& grid;

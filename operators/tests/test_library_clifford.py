@@ -76,12 +76,12 @@ class Multivectors(Call):
     ERROR = FP32
 
     def __init__(self, library, signature=(3, 0, 0), batch=5, features=12, normed=1, type=FLOAT32, gate=0, unweighted=0,
-                 weight_type=0, layout=0, order=0, seed=0):
+                 weight_type=0, layout=0, order=0, absent=(), seed=0):
         self.algebra = Algebra(*signature)
         self.plane, self.normed, self.is_gated = batch * features, normed, gate == 0
-        count = len(self.algebra.grade) * self.plane
         weights = self.algebra.triples * self.weights_of(features)
-        counts = {name: weights if name in ("w", "d_w") else count for name in self.NAMES}
+        others = dict.fromkeys(("w", "d_w"), weights) | self.other_counts(batch, features)
+        counts = {name: others.get(name, len(self.algebra.grade) * self.plane) for name in self.NAMES}
         self.numbers = {name: numbers(size, seed + i) for i, (name, size) in enumerate(counts.items())}
         self.types = {name: weight_type or type if name in ("w", "d_w") else type for name in self.NAMES}
         description = self.Description(ctypes.sizeof(self.Description), type, *signature, normed, batch, features, gate,
@@ -89,10 +89,21 @@ class Multivectors(Call):
         self.place, self.sign = self.algebra.ordered(order)
         if unweighted:
             self.numbers["w"] = [1.0] * weights
+        self.description = description
+        self.numbers |= self.left_by_forward()
         super().__init__(library, description, {
             name: b"\xff" * (BYTES[self.types[name]] * len(values)) if name in self.WRITTEN
             else packed(self.as_caller(name, values, layout), self.types[name])
-            for name, values in self.numbers.items() if not (unweighted and name in ("w", "d_w"))})
+            for name, values in self.numbers.items()
+            if name not in absent and not (unweighted and name in ("w", "d_w"))})
+
+    def other_counts(self, batch, features):
+        """Of operands that are neither multivectors nor weights."""
+        return {}
+
+    def left_by_forward(self):
+        """Numbers of operands that are not those of numbers()."""
+        return {}
 
     def is_near(self, name, expected, bound):
         """The bound is fp32's; then the result is rounded to its type. fp16 has nothing between multiples of 2^-24."""
@@ -324,9 +335,106 @@ class CliffordConnectedBackward(Connected, Backward):
     ERROR = 2.2 * 2.0**-11
 
 
+class Kept(Connected):
+    def other_counts(self, batch, features):
+        return {"inverse_norms": (max(self.algebra.grade) + 1) * batch}
+
+
+class CliffordConnectedKept(Kept, Forward):
+    NAME = "clifford_connected_kept"
+    WRITTEN, NAMES = ("out", "inverse_norms"), ("x", "y", "w", "out", "inverse_norms")
+
+    def result_is_right(self):
+        *_, r, off = self.forward_in_fp64()
+        expected, wrong = (list(itertools.chain(*each)) for each in (r, off))
+        if not self.normed:  # they are not written
+            return set(self.device["inverse_norms"].content()) == {0xff} and super().result_is_right()
+        bound = [self.ERROR * its * far for its, far in zip(expected, wrong)]
+        return (near(self.found("inverse_norms", FLOAT32, 1, len(expected)), expected, bound)
+                and super().result_is_right())
+
+
+class CliffordConnectedKeptBackward(Kept, Backward):
+    NAME = "clifford_connected_kept_backward"
+    NAMES = ("d_out", "x", "y", "w", "out", "inverse_norms", "d_x", "d_y", "d_w")
+    ERROR = 2.2 * 2.0**-11
+
+    def left_by_forward(self):
+        _, _, z, _, r, _ = self.forward_in_fp64()
+        out = [value * r[c][self.row(at)] for k, c in enumerate(self.algebra.grade) for at, value in enumerate(z[k])]
+        return {"out": out, "inverse_norms": [*itertools.chain(*r)]}
+
+
+class Layer(OfFeatures):
+    """mix (grades, features, features) and bias, which may be NULL. TF32 has the numbers of x and mix exactly."""
+    OPTIONAL = ("bias", "d_bias")
+
+    def other_counts(self, batch, features):
+        matrices = (max(self.algebra.grade) + 1) * features * features
+        return dict(mix=matrices, d_mix=matrices, bias=features, d_bias=features)
+
+    def left_by_forward(self):
+        """Small matrices: of a y that is far below 0 the gate is a small number with the errors of 1."""
+        return {"mix": [value / 32 for value in self.numbers["mix"]]}
+
+    def mixed(self, rows, transposed, of=float):
+        """Of each row of each blade of `rows` the product with its grade's matrix, or with its transpose."""
+        F, mix, result = self.description.features, self.numbers["mix"], []
+        for k, c in enumerate(self.algebra.grade):
+            matrix = [[of(mix[(c * F + i) * F + j]) for j in range(F)] for i in range(F)]
+            columns = matrix if transposed else [*zip(*matrix)]
+            result.append([sum(a * b for a, b in zip(column, rows[k][n:n + F]))
+                           for n in range(0, self.plane, F) for column in columns])
+        return result
+
+
+class CliffordLayer(Layer, Forward):
+    NAME = "clifford_layer"
+    WRITTEN, NAMES = ("y", "out"), ("x", "mix", "bias", "w", "y", "out")
+
+    def result_is_right(self):
+        """y, and the product of x and of the y that was found."""
+        F = self.description.features
+        expected = self.mixed(self.blades("x"), True)
+        size = self.mixed([[*map(abs, plane)] for plane in self.blades("x")], True, abs)
+        if "bias" in self.host:
+            bias = self.numbers["bias"]
+            expected[0] = [value + bias[at % F] for at, value in enumerate(expected[0])]
+            size[0] = [its + abs(bias[at % F]) for at, its in enumerate(size[0])]
+        expected, size = ([*itertools.chain(*each)] for each in (expected, size))
+        self.numbers["y"] = self.found("y", FLOAT32, 1, len(expected))
+        return near(self.numbers["y"], expected, [FP32 * its for its in size]) and super().result_is_right()
+
+
+class CliffordLayerBackward(Layer, Backward):
+    NAME = "clifford_layer_backward"
+    WRITTEN = ("d_x", "d_mix", "d_bias", "d_w")
+    NAMES = ("d_out", "x", "y", "mix", "bias", "w", *WRITTEN)
+
+    def gradients(self):
+        """Those of y are rounded to TF32 before they are multiplied."""
+        F, grade, plane, found = self.description.features, self.algebra.grade, self.plane, super().gradients()
+        d_y, off = ([each[at:at + plane] for at in range(0, len(each), plane)] for each in found.pop("d_y"))
+        size = [[far + abs(value) for far, value in zip(*both)] for both in zip(off, d_y)]
+        off = [[far + 2.0**-11 * its for far, its in zip(*both)] for both in zip(off, size)]
+        d_x, of_x = found["d_x"]
+        more, far, its = self.mixed(d_y, False), self.mixed(off, False, abs), self.mixed(size, False, abs)
+        found["d_x"] = ([a + b for a, b in zip(d_x, itertools.chain(*more))],
+                        [a + b + FP32 * c for a, b, c in zip(of_x, itertools.chain(*far), itertools.chain(*its))])
+        x, d_mix, of_mix = self.blades("x"), [], []
+        for c, i, j in itertools.product(range(max(grade) + 1), range(F), range(F)):
+            terms = [(k, n) for k, its in enumerate(grade) if its == c for n in range(0, plane, F)]
+            d_mix.append(sum(d_y[k][n + i] * x[k][n + j] for k, n in terms))
+            of_mix.append(sum((off[k][n + i] + FP32 * size[k][n + i]) * abs(x[k][n + j]) for k, n in terms))
+        sums = [[sum(each[0][i::F]) for i in range(F)] for each in (d_y, off)]
+        return found | {"d_mix": (d_mix, of_mix), "d_bias": tuple(sums)}
+
+
 HALVES = (BFLOAT16, FLOAT16)
 PLAIN = dict(gate=1, unweighted=1, normed=0)  # the geometric product alone
-KINDS = [Clifford, CliffordBackward, CliffordConnected, CliffordConnectedBackward]
+OF_CONNECTED = [CliffordConnected, CliffordConnectedBackward, CliffordConnectedKept, CliffordConnectedKeptBackward]
+OF_LAYERS = [CliffordLayer, CliffordLayerBackward]
+KINDS = [Clifford, CliffordBackward, *OF_CONNECTED, *OF_LAYERS]
 CALLS = [(kind, options) for kind in (Clifford, CliffordBackward) for options in (
     {},
     dict(signature=(2, 0, 0), batch=1, features=1),
@@ -364,10 +472,18 @@ CALLS = [(kind, options) for kind in (Clifford, CliffordBackward) for options in
     dict(unweighted=1, normed=0, order=1, batch=2, features=70, signature=(2, 1, 1)),
     dict(layout=1, batch=2, features=9), dict(order=3, signature=(3, 0, 1), batch=2, features=9, type=BFLOAT16),
     dict(layout=1, order=2, signature=(2, 2, 0), batch=2, features=5, unweighted=1, type=FLOAT16),
-)] + [(kind, options) for kind in (CliffordConnected, CliffordConnectedBackward) for options in (
+)] + [(kind, options) for kind in OF_CONNECTED for options in (
     {},
     dict(signature=(2, 0, 0), batch=1, features=1),
     dict(signature=(2, 0, 0), batch=7, features=9, normed=0),
+)] + [(kind, options) for kind in OF_LAYERS for options in (
+    {},
+    dict(signature=(2, 0, 0), batch=1, features=1),  # copied, as features are no multiple of 4
+    dict(signature=(2, 0, 0), batch=37, features=9, normed=0),
+    dict(signature=(2, 0, 0), batch=140, features=20, absent=("bias", "d_bias")),
+    dict(batch=3, features=16, absent=("d_bias",)),
+    dict(signature=(1, 3, 0), batch=2, features=8), dict(signature=(0, 1, 2), batch=5, features=6),
+    dict(signature=(4, 1, 0), batch=2, features=4), dict(signature=(0, 1, 0), batch=33, features=36),
 )]
 SLOW = [(kind, options) for kind in (Clifford, CliffordBackward) for options in (
     *(dict(type=type, batch=2, features=1100) for type in HALVES),
@@ -377,10 +493,11 @@ SLOW = [(kind, options) for kind in (Clifford, CliffordBackward) for options in 
     dict(signature=(2, 0, 0), batch=3, features=1030),  # rows of two blocks
     dict(batch=2, features=1100),
     dict(signature=(4, 1, 0), batch=2, features=300),
-)] + [(kind, options) for kind in (CliffordConnected, CliffordConnectedBackward) for options in (
+)] + [(kind, options) for kind in OF_CONNECTED for options in (
     dict(signature=(2, 0, 0), batch=140, features=33),
     dict(batch=9, features=36),
-)]
+)] + [(kind, dict(signature=(2, 0, 0), batch=batch, features=features)) for kind in OF_LAYERS
+      for batch, features in ((600, 12), (9, 132), (9, 130))]
 
 
 @for_each(CALLS, SLOW)
@@ -435,7 +552,9 @@ IN_TURN = [
     *((kind, [dict(batch=3, features=32, type=BFLOAT16), dict(signature=(0, 4, 0), batch=9, features=5, type=FLOAT16),
               dict(PLAIN, batch=2, features=90, type=BFLOAT16)]) for kind in (Clifford, CliffordBackward)),
     *((kind, [dict(signature=(2, 0, 0), batch=140, features=36), dict(batch=3, features=8), dict(batch=9, features=36)])
-      for kind in (CliffordConnected, CliffordConnectedBackward)),
+      for kind in OF_CONNECTED),
+    *((kind, [dict(signature=(2, 0, 0), batch=70, features=36), dict(batch=3, features=9), dict(batch=300, features=4)])
+      for kind in OF_LAYERS),
 ]
 
 
@@ -497,9 +616,9 @@ def test_halves_on_each_gpu(capability):
 
 CONNECTED_ANYWHERE = """
 import random
-from test_library_clifford import CliffordConnected, CliffordConnectedBackward
+from test_library_clifford import OF_CONNECTED
 draw = random.Random({seed})
-for kind in (CliffordConnected, CliffordConnectedBackward):
+for kind in OF_CONNECTED:
     for signature in ((2, 0, 0), (3, 0, 0)):
         run(kind, signature=signature, batch=draw.randint(1, 9), features=draw.randint(1, 20))
         run(kind, signature=signature, batch=draw.randint(10, 40), features=4 * draw.randint(1, 5), normed=0)
@@ -516,7 +635,27 @@ def test_connected_on_other_gpus(capability, taken_for):
     """By products in TF32 that need no Hopper."""
     said = run_as_another_gpu(capability, CONNECTED_ANYWHERE.format(seed=int(10 * float(capability))),
                               FUSED_KERNELS_CAPABILITY=taken_for)
-    assert said.split() == ["12", "True"]
+    assert said.split() == ["24", "True"]
+
+
+LAYERS_ANYWHERE = """
+import random
+from test_library_clifford import OF_LAYERS
+draw = random.Random({seed})
+for kind in OF_LAYERS:
+    for signature in ((2, 0, 0), (0, 1, 0), (1, 1, 1)):
+        run(kind, signature=signature, batch=draw.randint(1, 9), features=draw.randint(1, 20))
+        run(kind, signature=signature, batch=draw.randint(10, 40), features=4 * draw.randint(1, 5), normed=0)
+    run(kind, signature=(2, 0, 0), batch=draw.randint(520, 600), features=draw.randint(2, 5))  # shares of the batch
+    run(kind, signature=(2, 0, 0), batch=3, features=draw.randint(65, 70))  # more than a tile
+print(len(ways))
+"""
+
+
+@pytest.mark.parametrize("capability, taken_for", [("8.0", ""), ("12.0", ""), ("9.0", "8.0")])
+def test_layers_on_other_gpus(capability, taken_for):
+    assert run_as_another_gpu(capability, LAYERS_ANYWHERE.format(seed=int(10 * float(capability))),
+                              FUSED_KERNELS_CAPABILITY=taken_for).split() == ["16"]
 
 
 def test_connected_needs_tensor_cores_of_tf32():
@@ -597,8 +736,10 @@ ONLY_FOR_THE_OTHERS = [
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_what_is_damaged_is_refused(library, kind):
-    connected = kind in (CliffordConnected, CliffordConnectedBackward)
-    refuse_what_is_damaged(library, kind, WRONG + ONLY_FOR_THE_OTHERS * connected)
+    alone = ONLY_FOR_THE_OTHERS if kind in OF_CONNECTED else []
+    if kind in OF_LAYERS:
+        alone = [each for each in ONLY_FOR_THE_OTHERS if each[0] != dict(q=1)]
+    refuse_what_is_damaged(library, kind, WRONG + alone)
 
 
 @pytest.mark.parametrize("kind", [Clifford, CliffordBackward])

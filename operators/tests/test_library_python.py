@@ -61,7 +61,7 @@ def test_functions():
 def test_constants():
     constants = {name: int(value) for name, value in re.findall(r"\b(FK_\w+) = (\d+)", TEXT)}
     constants["FK_VERSION"] = int(re.search(r"#define FK_VERSION (\d+)", (HEADER / "fused_kernels.h").read_text())[1])
-    assert len(constants) == 54
+    assert len(constants) == 58
     assert {name: value for name, value in vars(fused_kernels).items() if name.startswith("FK_")} == constants
 
 
@@ -154,7 +154,9 @@ def test_in_order_is_another_plan(planned):
 
 
 @pytest.mark.parametrize("name, operands", [("clifford", 3), ("clifford_backward", 4), ("clifford_connected", 3),
-                                            ("clifford_connected_backward", 4)])
+                                            ("clifford_connected_backward", 4), ("clifford_connected_kept", 3),
+                                            ("clifford_connected_kept_backward", 6), ("clifford_layer", 4),
+                                            ("clifford_layer_backward", 6)])
 def test_numbers_of_a_product_of_multivectors_are_no_keys_by_identity(planned, name, operands):
     normed, p = Cell(1), Cell(3)
     for normed.value, p.value in ((1, 3), (0, 3), (0, 2), (1, 3)):
@@ -196,10 +198,14 @@ def test_layouts_of_results_look_at_no_size(name):
     row = OPERATORS[name]
     operands = {each: types.SimpleNamespace(shape=[Symbol() for _ in row.shape_of(each)], dtype="float32")
                 for each in row.operands}
-    sizes = row.sizes(operands)
+    numbers = {each: default for each, (_, default) in row.numbers.items()}
+    known = row.known(row.given(**numbers)) if row.given else {}  # such as the number of grades
+    sizes = known | row.sizes(operands)
     for each in row.results:
         found = row.sizes_of(each, sizes)
-        assert len(found) == len(row.shape_of(each)) and {type(size) for size in found} == {Symbol}
+        assert len(found) == len(row.shape_of(each))
+        assert {type(size) for size in found} == ({Symbol, int} if "grades" in row.shape_of(each)
+                                                  and "grades" not in row.sizes(operands) else {Symbol})
 
 
 def test_a_row_with_operands_that_may_be_none(planned, monkeypatch):

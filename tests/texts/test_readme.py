@@ -83,7 +83,7 @@ def test_scons_takes_the_words(command):
 
 def test_what_a_laptop_prints_is_shown():
     """But for the error, whose last digit is the compiler's."""
-    (shown,) = re.findall(r"^\*\*Without a GPU\*\* .*?`\./1_matmul_basic 64`.*?^```text\n(.*?)^```", README,
+    (shown,) = re.findall(r"^\*\*Without a GPU\*\*, .*?`\./1_matmul_basic 64`.*?^```text\n(.*?)^```", README,
                           re.MULTILINE | re.DOTALL)
     printed = execute([program("1_matmul_basic"), "64", "--device", "cpu"]).stdout
     error = re.compile(r" \S+e-\d\d ok")

@@ -69,13 +69,15 @@ double microseconds_of(const fk_clifford& of, int products) {
   return operators::kFirstLaunch + operations / (rate * operators::cycles() * multiprocessors());
 }
 
+/// How many inverse norms there are: one for each grade and row.
+size_t norms_of(const fk_clifford& of) { return static_cast<size_t>(of.p + 1) * of.batch; }
+
 /// Calls run with the layer of the description's algebra: on Hopper one that takes the planes of
 /// its products ready from memory while others are made, elsewhere the portable one.
 template <typename Run>
-void with_layer(const fk_clifford& of, const CliffordTensors& tensors, Run run) {
+void with_layer(const fk_clifford& of, const CliffordTensors& tensors,
+                const Memory<float>& inverses, Run run) {
   in_algebra(of, [&]<typename A>(A) {
-    const Memory<float> inverses =
-        tensors.workspace.any<float>(static_cast<size_t>(A::kGrades) * of.batch);
     if (primitives::is_hopper()) {
       run(A(), Ready<A, true>(tensors, inverses), "planes beside the product");
     } else {
@@ -84,56 +86,83 @@ void with_layer(const fk_clifford& of, const CliffordTensors& tensors, Run run) 
   });
 }
 
-/// A pass of a description that has been checked.
+/// A pass of a description that has been checked. kKept: the call has the inverse norms besides.
+template <bool kKept>
 Operator forward_of(const fk_clifford& of) {
   return [=](const operators::Caller& caller, const Operands& at) {
     std::vector<operators::Way> ways;
     const Memory<float> out = at.memory<float>(3, counts_of(of).x);
+    const Memory<float> inverses = kKept ? at.memory<float>(4, static_cast<int64_t>(norms_of(of)))
+                                         : caller.workspace.any<float>(norms_of(of));
     const CliffordTensors tensors = tensors_of(of, at, kForwardX, out, caller);
-    with_layer(of, tensors, [&]<typename A, typename Layer>(A, const Layer& layer, auto name) {
-      const auto launch = [=] {
-        if constexpr (std::is_same_v<Layer, Portable<A>>) {
-          layer.forward();
-        } else {
-          layer.forward(nullptr);
-        }
-      };
-      ways.push_back({name, microseconds_of<A>(of, 1), launch, 0});
-    });
+    with_layer(of, tensors, inverses,
+               [&]<typename A, typename Layer>(A, const Layer& layer, auto name) {
+                 const auto launch = [=] {
+                   if constexpr (std::is_same_v<Layer, Portable<A>>) {
+                     layer.forward();
+                   } else {
+                     layer.forward(nullptr);
+                   }
+                 };
+                 ways.push_back({name, microseconds_of<A>(of, 1), launch, 0});
+               });
     return ways;
   };
 }
 
-/// Backward needs the result, the norms and the planes, which it computes again.
+/// Backward needs the result, the norms and the planes. With kKept the call has the first two, as
+/// d_out, x, y, w, out, inverse_norms, d_x, d_y, d_w; else all are computed again.
+template <bool kKept>
 Operator backward_of(const fk_clifford& of) {
   return [=](const operators::Caller& caller, const Operands& at) {
     std::vector<operators::Way> ways;
     const CliffordCounts counts = counts_of(of);
-    const Memory<float> out = caller.workspace.any<float>(static_cast<size_t>(counts.x));
+    constexpr int kGradients = kKept ? 6 : 4;
+    const Memory<float> out = kKept ? at.memory<float>(4, counts.x)
+                                    : caller.workspace.any<float>(static_cast<size_t>(counts.x));
+    const Memory<float> inverses = kKept ? at.memory<float>(5, static_cast<int64_t>(norms_of(of)))
+                                         : caller.workspace.any<float>(norms_of(of));
     const CliffordTensors tensors = tensors_of(of, at, kBackwardX, out, caller);
-    const CliffordGradients d{at.memory<float>(0, counts.x), at.memory<float>(4, counts.x),
-                              at.memory<float>(5, counts.x), at.memory<float>(6, counts.w)};
-    with_layer(of, tensors, [&]<typename A, typename Layer>(A, const Layer& layer, auto name) {
-      const auto add = [&](const auto& backward) {
-        ways.push_back({name, microseconds_of<A>(of, 3), [=] { backward.run(); }, 0});
-      };
-      if constexpr (std::is_same_v<Layer, Portable<A>>) {
-        add(PortableBackward<A>(layer, d));
-      } else {
-        add(ReadyBackward<A, true>(layer, d));
-      }
-    });
+    const CliffordGradients d{at.memory<float>(0, counts.x), at.memory<float>(kGradients, counts.x),
+                              at.memory<float>(kGradients + 1, counts.x),
+                              at.memory<float>(kGradients + 2, counts.w)};
+    with_layer(of, tensors, inverses,
+               [&]<typename A, typename Layer>(A, const Layer& layer, auto name) {
+                 const auto add = [&](const auto& backward) {
+                   const auto launch = [=] { kKept ? backward.gradients(false) : backward.run(); };
+                   ways.push_back({name, microseconds_of<A>(of, kKept ? 2 : 3), launch, 0});
+                 };
+                 if constexpr (std::is_same_v<Layer, Portable<A>>) {
+                   add(PortableBackward<A>(layer, d));
+                 } else {
+                   add(ReadyBackward<A, true>(layer, d));
+                 }
+               });
     return ways;
   };
 }
 
 Task forward_task(const fk_clifford& of) {
   check(of);
-  return {forward_of(of), forward_arguments(counts_of(of))};
+  return {forward_of<false>(of), forward_arguments(counts_of(of))};
 }
 Task backward_task(const fk_clifford& of) {
   check(of);
-  return {backward_of(of), backward_arguments(counts_of(of))};
+  return {backward_of<false>(of), backward_arguments(counts_of(of))};
+}
+Task kept_forward_task(const fk_clifford& of) {
+  check(of);
+  Task task{forward_of<true>(of), forward_arguments(counts_of(of))};
+  task.arguments.push_back({"inverse_norms", norms_of(of) * sizeof(float), true});
+  return task;
+}
+Task kept_backward_task(const fk_clifford& of) {
+  check(of);
+  Task task{backward_of<true>(of), backward_arguments(counts_of(of))};
+  const Argument kept[] = {clifford_argument("out", counts_of(of)),
+                           {"inverse_norms", norms_of(of) * sizeof(float)}};
+  task.arguments.insert(task.arguments.begin() + 4, std::begin(kept), std::end(kept));
+  return task;
 }
 
 }  // namespace
@@ -142,6 +171,10 @@ const Function operators::library::clifford_connected_forward =
     function_of<fk_clifford, forward_task>("clifford");
 const Function operators::library::clifford_connected_backward =
     function_of<fk_clifford, backward_task>("clifford");
+const Function operators::library::clifford_connected_kept_forward =
+    function_of<fk_clifford, kept_forward_task>("clifford");
+const Function operators::library::clifford_connected_kept_backward =
+    function_of<fk_clifford, kept_backward_task>("clifford");
 
 extern "C" int fk_clifford_connected_workspace(const fk_clifford* clifford, size_t* bytes) {
   return query(clifford_connected_forward, clifford, bytes);
@@ -166,4 +199,33 @@ extern "C" int fk_clifford_connected_backward(const fk_clifford* clifford, const
                                               size_t workspace_bytes, struct CUstream_st* stream) {
   return call(clifford_connected_backward, clifford, {d_out, x, y, w, d_x, d_y, d_w}, workspace,
               workspace_bytes, stream);
+}
+
+extern "C" int fk_clifford_connected_kept_workspace(const fk_clifford* clifford, size_t* bytes) {
+  return query(clifford_connected_kept_forward, clifford, bytes);
+}
+
+extern "C" int fk_clifford_connected_kept_backward_workspace(const fk_clifford* clifford,
+                                                             size_t* bytes) {
+  return query(clifford_connected_kept_backward, clifford, bytes);
+}
+
+extern "C" int fk_clifford_connected_kept_forward(const fk_clifford* clifford, const void* x,
+                                                  const void* y, const void* w, void* out,
+                                                  void* inverse_norms, void* workspace,
+                                                  size_t workspace_bytes,
+                                                  struct CUstream_st* stream) {
+  return call(clifford_connected_kept_forward, clifford, {x, y, w, out, inverse_norms}, workspace,
+              workspace_bytes, stream);
+}
+
+extern "C" int fk_clifford_connected_kept_backward(const fk_clifford* clifford, const void* d_out,
+                                                   const void* x, const void* y, const void* w,
+                                                   const void* out, const void* inverse_norms,
+                                                   void* d_x, void* d_y, void* d_w, void* workspace,
+                                                   size_t workspace_bytes,
+                                                   struct CUstream_st* stream) {
+  return call(clifford_connected_kept_backward, clifford,
+              {d_out, x, y, w, out, inverse_norms, d_x, d_y, d_w}, workspace, workspace_bytes,
+              stream);
 }

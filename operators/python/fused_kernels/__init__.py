@@ -5,10 +5,10 @@ Without PyTorch this package has the C library as ctypes sees it: load(), librar
 header's. `python3 -m fused_kernels` tests the library on this machine.
 
 With PyTorch, 2.6 or newer, it has functions of tensors: product(), gating(), attention(), diffusion(), softmax(),
-cross_entropy(), gradient_features(), clifford(), clifford_connected() and geometric_product(); and the gradients of
-all but the last as functions of their own, such as gating_backward(). Each docstring says the formula, the shapes and
-the types. fused_kernels.nn and fused_kernels.geometric_nn, which are imported by themselves, have networks and layers,
-and fused_kernels.geometric more of geometric algebra. For all functions:
+cross_entropy(), gradient_features(), clifford(), clifford_connected(), clifford_layer() and geometric_product(); and
+the gradients of all but the last as functions of their own, such as gating_backward(). Each docstring says the formula,
+the shapes and the types. fused_kernels.nn and fused_kernels.geometric_nn, which are imported by themselves, have
+networks and layers, and fused_kernels.geometric more of geometric algebra. For all functions:
 
 - Tensors are on one CUDA device. The work is put on PyTorch's current stream of that device, and the function
   returns at once. The results and the workspace are new tensors of PyTorch's caching allocator.
@@ -351,25 +351,57 @@ def clifford_backward(d_out, x, y, w, signature=(3, 0, 0), normed=True):
     return calls["clifford_backward"](d_out, x, y, w, signature, normed)
 
 
-def clifford_connected(x, y, w, signature=(3, 0, 0), normed=True):
+def clifford_connected(x, y, w, signature=(3, 0, 0), normed=True, inverse_norms=False):
     """The product of clifford() with matrices of weights, which mix the features: w (triples, features, features),
     whose rows are features of the product and whose columns are those of the result. signature: (2, 0, 0) or (3, 0,
     0). There are at most 8192 features. Type: torch.float32 for all; products and weights are rounded to TF32, and
     added up in fp32. Other shapes, layout and errors: as clifford().
 
-    Gradients: of x, y and w, by clifford_connected_backward(); an incoming gradient that is not contiguous is copied.
-    There are no second derivatives.
+    With `inverse_norms`, returns (the result, inverse_norms (grades, batch) in torch.float32): of each grade c and row
+    1 / sqrt(m_c + 1e-6), which clifford_connected_backward() can use; not written if not `normed`.
+
+    Gradients: of x, y and w, by clifford_connected_backward(), which is given the result and the inverse norms; an
+    incoming gradient that is not contiguous is copied. There are no second derivatives.
 
     On compute capability 9.0 the blocks of a kernel start together, so a call waits until its stream finds room for all
     of them.
 
     Raises a ValueError for shapes, types or layouts that are not these, and a RuntimeError for a GPU below compute
     capability 8.0. Source: operators/clifford_connected; the bonus lesson on multivectors, mixed explains it."""
-    return calls["clifford_connected"](x, y, w, signature, normed)
+    wanted = torch.is_grad_enabled() and (x.requires_grad or y.requires_grad or w.requires_grad)
+    if not (inverse_norms or wanted):
+        return calls["clifford_connected"](x, y, w, signature, normed)
+    out, norms = calls["clifford_connected_kept"](x, y, w, signature, normed)
+    return (out, norms) if inverse_norms else out
 
 
-def clifford_connected_backward(d_out, x, y, w, signature=(3, 0, 0), normed=True):
-    """(d_x, d_y, d_w), the gradients of clifford_connected(): of the sum of d_out times its result, which is computed
-    again. Shapes: d_out that of the result, each gradient that of what it is the gradient of. Type, layout and errors:
-    as clifford_connected(). Gradients: none. Source: operators/clifford_connected."""
-    return calls["clifford_connected_backward"](d_out, x, y, w, signature, normed)
+def clifford_connected_backward(d_out, x, y, w, signature=(3, 0, 0), normed=True, out=None, inverse_norms=None):
+    """(d_x, d_y, d_w), the gradients of clifford_connected(): of the sum of d_out times its result. It has returned
+    `out` and inverse_norms; without them they are computed again, a third of all multiplications. Shapes: d_out that
+    of the result, each gradient that of what it is the gradient of. Type, layout and errors: as clifford_connected().
+    Gradients: none. Source: operators/clifford_connected."""
+    if out is None or inverse_norms is None:
+        return calls["clifford_connected_backward"](d_out, x, y, w, signature, normed)
+    return calls["clifford_connected_kept_backward"](d_out, x, y, w, out, inverse_norms, signature, normed)
+
+
+def clifford_layer(x, mix, bias, w, signature=(3, 0, 0), normed=True):
+    """clifford(x, y, w), where y is the linear layer of grades of x: for each blade k of grade c y_k = x_k mix[c]^T,
+    and to that of the scalar `bias` is added. It is one call, and so are its gradients. Shapes: mix (grades, features,
+    features), whose rows are features of y, bias (features) or None; all else as clifford(). x and mix are rounded to
+    TF32, and added up in fp32. Features that are no multiple of 4 are copied. Type, signature, layout and errors: as
+    clifford(), and a RuntimeError for a GPU below compute capability 8.0.
+
+    Gradients: of x, mix, bias and w, by clifford_layer_backward(); an incoming gradient that is not contiguous is
+    copied. There are no second derivatives. geometric_nn.CliffordLayer is it as a module. Source:
+    operators/clifford_connected/linear.cuh and operators/clifford."""
+    return calls["clifford_layer"](x, mix, bias, w, signature, normed)[0]
+
+
+def clifford_layer_backward(d_out, x, y, mix, bias, w, signature=(3, 0, 0), normed=True):
+    """(d_x, d_mix, d_bias, d_w), the gradients of clifford_layer(): of the sum of d_out times its result. y is what the
+    linear layer has made of x; torch.ops.fused_kernels.clifford_layer returns it after the result. d_bias is None if
+    bias is. Shapes: d_out that of the result, each gradient that of what it is the gradient of. Where they are
+    multiplied, gradients of y are rounded to TF32. Type, layout and errors: as clifford_layer(). Gradients: none.
+    Source: operators/clifford_connected/linear.cuh and operators/clifford."""
+    return calls["clifford_layer_backward"](d_out, x, y, mix, bias, w, signature, normed)

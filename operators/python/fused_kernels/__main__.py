@@ -144,11 +144,23 @@ def clifford(x, y, w):
         t = triples.index(of[:3])
         z[of[3]] = list(map(operator.add, z[of[3]], multiply(plane, w[t * 16:t * 16 + 16], 4) if len(w) == 320 else
                             [w[at % 4 * 20 + t] * value for at, value in enumerate(plane)]))
-    out = []
-    for k, row in itertools.product(range(8), (0, 4)):
-        squares = sum(z[i][at]**2 for i in range(8) if grade[i] == grade[k] for at in range(row, row + 4))
-        out += [each / math.sqrt(squares / 4 + 1e-6) for each in z[k][row:row + 4]]
-    return dict(out=out)
+    squares = [sum(z[i][at]**2 for i in range(8) if grade[i] == c for at in range(row, row + 4))
+               for c in range(4) for row in (0, 4)]
+    inverses = [1 / math.sqrt(each / 4 + 1e-6) for each in squares]
+    out = [value * inverses[2 * grade[k] + at // 4] for k in range(8) for at, value in enumerate(z[k])]
+    return dict(out=out, inverse_norms=inverses)
+
+
+def clifford_alone(x, y, w):
+    return dict(out=clifford(x, y, w)["out"])
+
+
+def clifford_layer(x, mix, bias, w):
+    """With a matrix of 4 x 4 for each of 4 grades."""
+    of = [0, 1, 1, 1, 2, 2, 2, 3]
+    y = sum((multiply(x[8 * k:8 * k + 8], transposed(mix[16 * c:16 * c + 16], 4), 4) for k, c in enumerate(of)), [])
+    y[:8] = [value + bias[at % 4] for at, value in enumerate(y[:8])]
+    return dict(y=y) | clifford_alone(x, y, w)
 
 
 # A function at a shape. inputs: how many numbers each has, in the function's order. backward: what the gradients'
@@ -190,10 +202,14 @@ CASES = [
     Case("gradients_ragged", FP32, fk.fk_gradients(type=FP32, vertices=9, eigen=8, width=8, meshes=2),
          dict(x=128, gr=72, gi=72, lr=64, li=64, offsets=3), ragged_features,
          ("d_out x gr gi lr li offsets", "d_x d_lr d_li")),
-    Case("clifford", FP32, fk.fk_clifford(**MULTIVECTORS), dict(x=64, y=64, w=80), clifford,
+    Case("clifford", FP32, fk.fk_clifford(**MULTIVECTORS), dict(x=64, y=64, w=80), clifford_alone,
          ("d_out x y w", "d_x d_y d_w")),
-    Case("clifford_connected", TF32, fk.fk_clifford(**MULTIVECTORS), dict(x=64, y=64, w=320), clifford,
+    Case("clifford_connected", TF32, fk.fk_clifford(**MULTIVECTORS), dict(x=64, y=64, w=320), clifford_alone,
          ("d_out x y w", "d_x d_y d_w")),
+    Case("clifford_connected_kept", TF32, fk.fk_clifford(**MULTIVECTORS), dict(x=64, y=64, w=320), clifford,
+         ("d_out x y w out inverse_norms", "d_x d_y d_w")),
+    Case("clifford_layer", TF32, fk.fk_clifford(**MULTIVECTORS), dict(x=64, mix=64, bias=4, w=80), clifford_layer,
+         ("d_out x y mix bias w", "d_x d_mix d_bias d_w")),
 ]
 
 # ---- Calls --------------------------------------------------------------------------------------------------------
@@ -329,7 +345,7 @@ def main():
                 verdict = "--" if refused else "ok" if is_right else "WRONG"
                 verdicts[verdict] += 1
                 worst = max(errors, key=lambda error: (error != error, error), default=0)
-                print(f"{name:18} {step:8} {TYPES[case.type]:6} {verdict:5} "
+                print(f"{name:23} {step:8} {TYPES[case.type]:6} {verdict:5} "
                       + (refused or f"{worst:7.1e} of {limit:.1e}  {loaded.fk_last_way().decode()}"))
     except (OSError, RuntimeError) as error:
         print(f"error: {error}", file=sys.stderr)

@@ -114,11 +114,14 @@ class Operator:
                 sizes.setdefault(each, size)
         return sizes
 
+    def known(self, fields):
+        """Those of these fields, which are `given`, that are dimensions."""
+        return {each: fields[each] for names in self.shapes.values() for each in names.split() if each in fields}
+
     def check(self, operands, numbers):
         """(sizes, fields of a description) of operands that fit."""
         fields = self.given(**numbers) if self.given else {}
-        sizes = self.sizes(operands, {each: fields[each] for names in self.shapes.values() for each in names.split()
-                                      if each in fields})
+        sizes = self.sizes(operands, self.known(fields))
         first = operands[self.order[0]]
         fields |= {each.rstrip("?"): size for each, size in sizes.items() if size is not None} | numbers
         fields["type"] = type_of(self.order[0], first, self.types)
@@ -265,7 +268,7 @@ def scale_of_attention(fields, operands, numbers):
 
 def algebra(signature, normed):
     check(signature in TRIPLES, f"the signature is {signature}; it has to be one of {', '.join(map(str, TRIPLES))}")
-    return dict(zip("pqr", signature), blades=2**sum(signature), triples=TRIPLES[signature])
+    return dict(zip("pqr", signature), blades=2**sum(signature), triples=TRIPLES[signature], grades=sum(signature) + 1)
 
 
 # ---- The table -----------------------------------------------------------------------------------------------------
@@ -371,6 +374,16 @@ CLIFFORD_CONNECTED = dataclasses.replace(
     CLIFFORD, name="clifford_connected", function="fk_clifford_connected_forward",
     shapes=CLIFFORD.shapes | dict(w="triples features features"), backward="clifford_connected_backward")
 
+CLIFFORD_CONNECTED_KEPT = dataclasses.replace(
+    CLIFFORD_CONNECTED, name="clifford_connected_kept", function="fk_clifford_connected_kept_forward",
+    writes="out inverse_norms", shapes=CLIFFORD_CONNECTED.shapes | dict(inverse_norms="grades batch"),
+    backward="clifford_connected_kept_backward")
+
+CLIFFORD_LAYER = dataclasses.replace(
+    CLIFFORD, name="clifford_layer", function="fk_clifford_layer_forward", reads="x mix bias? w", writes="y out",
+    returns="out y", shapes=CLIFFORD.shapes | dict(mix="grades features features", bias="features"),
+    backward="clifford_layer_backward")
+
 OPERATORS = {each.name: each for each in (
     PRODUCT,
     PRODUCT_BIAS,
@@ -411,4 +424,10 @@ OPERATORS = {each.name: each for each in (
     CLIFFORD_CONNECTED,
     gradients_of(CLIFFORD_CONNECTED, "fk_clifford_connected_backward", "d_out x y w", "d_x d_y d_w",
                  "the fully connected Clifford product"),
+    CLIFFORD_CONNECTED_KEPT,
+    gradients_of(CLIFFORD_CONNECTED_KEPT, "fk_clifford_connected_kept_backward", "d_out x y w out inverse_norms",
+                 "d_x d_y d_w", "the fully connected Clifford product"),
+    CLIFFORD_LAYER,
+    gradients_of(CLIFFORD_LAYER, "fk_clifford_layer_backward", "d_out x y mix bias? w", "d_x d_mix d_bias? d_w",
+                 "the Clifford layer"),
 )}

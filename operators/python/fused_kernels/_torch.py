@@ -401,7 +401,8 @@ def _register(library_of_operators, row, run, save, backward):
         """Results without their numbers. Sizes may be symbols, which are not compared: the call does that."""
         operands = dict(zip(row.operands, inputs))
         numbers = dict(zip(row.numbers, with_defaults(inputs[count:])))
-        layouts = _results(row, operands, numbers, row.sizes(operands))
+        sizes = (row.known(row.given(**numbers)) if row.given else {}) | row.sizes(operands)
+        layouts = _results(row, operands, numbers, sizes)
         results = {each: None if not layout else _empty_as(row, operands[row.like[each]]) if each in row.like
                    else inputs[0].new_empty(layout[0], dtype=layout[1]) for each, layout in layouts.items()}
         return none_as_empty(inputs, [results[each] for each in row.returned])

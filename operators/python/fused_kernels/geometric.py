@@ -129,7 +129,10 @@ def _connected(x, y, w, signature, gate, norm, layout, order):
     (inputs, outputs), vectors = w.shape[1:], sum(signature)
     left, right = (to_planes(each, signature, layout, order) for each in (x, y))
     if signature in CONNECTED and gate is not None and inputs == outputs:
-        z = binding.calls["clifford_connected"](*(each.float() for each in (left, right, w)), signature, bool(norm))
+        operands = [each.float() for each in (left, right, w)]
+        wanted = torch.is_grad_enabled() and any(each.requires_grad for each in operands)
+        z = (binding.calls["clifford_connected_kept"](*operands, signature, bool(norm))[0] if wanted
+             else binding.calls["clifford_connected"](*operands, signature, bool(norm)))
     else:
         z = torch.cat([_of_grade(grade, left, right, w.to(x.dtype), signature, gate) for grade in range(vectors + 1)])
         z = _normed(z, signature) if norm else z

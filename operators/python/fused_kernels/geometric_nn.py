@@ -9,7 +9,8 @@ grade, the layer of products, and the layer of group actions.
 signature, layout and order are those of geometric_product(), and so are the shapes and types of x. Features are the
 dimension that geometric_product() calls so. math: how fp32 is multiplied in linear layers, as product() has it."""
 
-from . import geometric
+from . import _torch as binding, geometric
+from ._table import TRIPLES
 from ._torch import torch
 
 
@@ -36,7 +37,10 @@ class CliffordLayer(torch.nn.Module):
 
     It is the layer of flash-clifford, whose parameters become these so: linear.weight = linear_weight.mT, linear.bias =
     linear_bias.flatten(), w = gp_weight. But its bias is added to all blades, so that the layer does not turn with its
-    input; here it is added to the scalar, so a bias that is not 0 makes another layer."""
+    input; here it is added to the scalar, so a bias that is not 0 makes another layer.
+
+    With math="tf32", a gate, blades first in the library's order and weights that are not connected, it is one call
+    forward and one backward, fused_kernels.clifford_layer()."""
 
     def __init__(self, features, signature=(3, 0, 0), connected=False, gate="gelu", norm=True, bias=True,
                  layout="blades_first", order="grade", math="tf32x3"):
@@ -53,12 +57,24 @@ class CliffordLayer(torch.nn.Module):
 
     def forward(self, x):
         own = self.layout == "blades_first" and self.order == "grade"
+        if own and self.is_one_call(x):
+            rows = x.reshape(len(x), -1, x.shape[-1]).contiguous()
+            out, _ = binding.calls["clifford_layer"](rows, self.linear.weight, self.linear.bias, self.w, self.signature,
+                                                     bool(self.norm))
+            return out.reshape(x.shape)
         planes = x if own else geometric.to_planes(x, self.signature, self.layout, self.order)
         out = geometric.geometric_product(planes, self.linear(planes), self.w, self.signature, self.gate, self.norm)
         if own:
             return out
         between = x.shape[1:-1] if self.layout == "blades_first" else x.shape[:-2]
         return geometric.from_planes(out, between, self.signature, self.layout, self.order)
+
+
+    def is_one_call(self, x):
+        """Whether clifford_layer() computes all of it: then the linear layer's products are in TF32."""
+        return (x.is_cuda and x.dtype == self.w.dtype == self.linear.weight.dtype == torch.float32
+                and self.linear.options["math"] == "tf32" and self.gate == "gelu" and self.w.dim() == 2
+                and self.signature in TRIPLES and x.dim() >= 2)
 
 
 class GroupAction(torch.nn.Module):

@@ -15,8 +15,13 @@ applied to the spectrum. On a GPU, in torch.bfloat16 and torch.float16, diffusio
 forward and backward. They read mass, evals and times in that type, too. In torch.float32 they do so for lists of meshes
 alone; else product() multiplies, because backward that is faster, and the MLPs' linear layers, too. All this fp32 is
 multiplied with math="tf32x3": that is about as accurate as PyTorch's products in fp32, which run on the CUDA cores,
-while these run on tensor cores. After torch.set_float32_matmul_precision("high") it is math="tf32", and linear layers
-are PyTorch's. All else, the CPU and torch.float64, are PyTorch's products, by the same formulas.
+while these run on tensor cores. After torch.set_float32_matmul_precision("high") it is math="tf32". All else, the CPU
+and torch.float64, are PyTorch's products, by the same formulas.
+
+What autograd sees of a block are a few nodes, each with its own backward pass: an MLP is one, and in torch.float32 so
+is all before it. Else the host would take longer to start a block's kernels than the GPU to run them. So hooks of an
+MLP's layers are not called. Gradients with create_graph=True, and in torch.float32 torch.compile, take PyTorch's
+operators instead.
 
 The type is that of the weights, or the one of torch.autocast. There are gradients of x and of all parameters, but none
 of the mesh."""
@@ -24,7 +29,7 @@ of the mesh."""
 import typing
 
 from ._table import check
-from ._torch import calls, torch
+from ._torch import aligned, calls, torch
 
 
 def spectral_gradients(gradX, gradY, evecs):
@@ -61,7 +66,7 @@ class Mesh(typing.NamedTuple):
 
     Of meshes that differ in their sizes all vertices are in one dimension, evals are (meshes, eigen), and `offsets`
     (meshes + 1) say where each mesh begins and the last one ends. Where there are no operators, `parts` are the meshes
-    one by one. `factors` are for products in fp32."""
+    one by one. `factors` are for products in fp32; evecs, gr and gi are parts of them then."""
 
     mass: typing.Any
     evals: typing.Any
@@ -78,26 +83,41 @@ class Mesh(typing.NamedTuple):
 
 
 class Factors(typing.NamedTuple):
-    """What products in fp32 read of a mesh: evecs^T; and, with gradient features, the matrix [[gr, -gi], [gi, gr]],
-    which multiplies complex numbers, and its transpose. The first columns of that matrix are gr above gi. The library
-    would copy a transposed factor in each call; so it is made once."""
+    """What products in fp32 read of a mesh. `basis` is evecs above gr above gi, and `basis_t` its transpose, which the
+    library would make anew in each call; `evecs_t` has its first columns. `gradients` multiplies complex numbers whose
+    real and imaginary parts are rows below each other: its columns are by turns those of gr above gi and of -gi above
+    gr."""
 
+    minus_evals: typing.Any
+    basis: typing.Any
     basis_t: typing.Any
+    evecs_t: typing.Any
     gradients: typing.Any = None
     gradients_t: typing.Any = None
 
 
 def _with_factors(block, mesh):
-    """The matrices of a batch have to be multiples of 16 bytes apart; where they are not, operators compute."""
+    """Of a mesh in fp32, or a batch whose matrices are multiples of 16 bytes apart; none for a compiled program."""
     *meshes, vertices, eigen = mesh.evecs.shape
     sizes = vertices * eigen, vertices * block.C_width, eigen * block.C_width
-    if not mesh.evecs.is_cuda or mesh.evecs.dtype != torch.float32 or meshes and any(each % 4 for each in sizes):
+    if not mesh.evecs.is_cuda or mesh.evecs.dtype != torch.float32 or torch.compiler.is_compiling():
         return mesh
-    gradients = ()
-    if mesh.gr is not None:
-        whole = torch.cat((torch.cat((mesh.gr, -mesh.gi), -1), torch.cat((mesh.gi, mesh.gr), -1)), -2)
-        gradients = whole, whole.mT.contiguous()
-    return mesh._replace(factors=Factors(mesh.evecs.mT.contiguous(), *gradients))
+    if meshes and any(each % 4 for each in sizes):
+        return mesh
+    parts = [each for each in (mesh.evecs, mesh.gr, mesh.gi) if each is not None]
+    basis = torch.cat(parts, -2)
+    basis_t, pair = basis.mT.contiguous(), ()
+    if len(parts) > 1:
+        turned = torch.stack((basis[..., vertices:, :], torch.cat((-mesh.gi, mesh.gr), -2)), -1).flatten(-2)
+        pair = turned, turned.mT.contiguous()
+    parts = basis.split(vertices, -2)
+    return mesh._replace(**dict(zip(("evecs", "gr", "gi"), parts)), factors=Factors(
+        -mesh.evals.unsqueeze(-1), basis, basis_t, _readable(basis_t[..., :vertices]), *pair))
+
+
+def _readable(part):
+    """A part of a matrix, or its copy where its rows do not begin at multiples of 16 bytes."""
+    return part if part.data_ptr() % 16 == 0 and part.stride(-2) % 4 == 0 else part.contiguous()
 
 
 def _meshes_of(block, *lists):
@@ -150,38 +170,153 @@ def _type_of(block):
 
 
 def _has_operators(mesh):
-    return mesh.evecs.is_cuda and mesh.evecs.dtype != torch.float64
-
-
-class _Times(torch.autograd.Function):
-    """matrix x, where the matrix is a mesh's own, so that only x has a gradient: a product of the same kind, by the
-    matrix that was transposed once."""
-
-    @staticmethod
-    def forward(ctx, matrix, transposed, x):
-        ctx.save_for_backward(transposed)
-        return _product(matrix, x)
-
-    @staticmethod
-    def backward(ctx, d):
-        transposed, = ctx.saved_tensors
-        return None, None, _product(transposed, d)
-
-
-def _product(matrix, x):
-    """Where the matrix is columns of another one, rows have to be multiples of 16 bytes apart, too."""
-    if not matrix.is_contiguous() and matrix.stride(-2) % 4:
-        matrix = matrix.contiguous()
-    return calls["product"](matrix, x.contiguous(), _math_of(torch.float32))
-
-
-def _may_take_tf32():
-    return torch.get_float32_matmul_precision() != "highest"
+    """Whether diffusion() and gradient_features() compute."""
+    is_fp32 = mesh.evecs.dtype == torch.float32
+    return mesh.evecs.is_cuda and mesh.evecs.dtype != torch.float64 and (not is_fp32 or mesh.offsets is not None)
 
 
 def _math_of(dtype):
     """How operators and products multiply."""
-    return "fp32" if dtype != torch.float32 else "tf32" if _may_take_tf32() else "tf32x3"
+    if dtype != torch.float32:
+        return "fp32"
+    return "tf32x3" if torch.get_float32_matmul_precision() == "highest" else "tf32"
+
+
+# ---- Nodes of autograd: several layers each --------------------------------------------------------------------------
+
+
+def _linear(x, weight, bias, math):
+    """Of a torch.nn.Linear and rows."""
+    if x.dtype != torch.float32:
+        return torch.addmm(bias, x, weight.t())
+    return calls["product_bias"](x, weight.t(), bias, math)
+
+
+def _linear_gradients(d, x, weight, math, needs_x, needs_weight, needs_bias):
+    """Of x, the weight and the bias, or None."""
+    if x.dtype != torch.float32:
+        return d @ weight if needs_x else None, d.t() @ x if needs_weight else None, d.sum(0) if needs_bias else None
+    d_x, d_weight, d_bias = calls["product_backward"](d, x, weight.t(), math, needs_x, needs_weight, needs_bias)
+    return d_x, d_weight.t() if needs_weight else None, d_bias
+
+
+def _by_autograd(function, inputs, needed, d):
+    """The gradients of a function of inputs that PyTorch's operators compute: they have gradients themselves."""
+    with torch.enable_grad():
+        wanted = [each for each, is_needed in zip(inputs, needed) if is_needed]
+        found = iter(torch.autograd.grad(function(), wanted, d, create_graph=True))
+    return [next(found) if is_needed else None for is_needed in needed]
+
+
+class _Layers(torch.autograd.Function):
+    """An MLP of `operands`, by turns a weight and a bias; between each two layers ReLU, and dropout if `dropped`, the
+    share, is not 0. What a layer was given says by its zeros, too, what ReLU and dropout let through."""
+
+    @staticmethod
+    def forward(ctx, dropped, x, *operands):
+        kept, math = [], _math_of(x.dtype)
+        weights = operands if operands[0].dtype == x.dtype else [each.to(x.dtype) for each in operands]
+        rows = _linear(x.reshape(-1, x.shape[-1]), *weights[:2], math)
+        for at in range(2, len(weights), 2):
+            rows = rows.relu_()
+            if dropped:
+                rows = torch.native_dropout(rows, dropped, True)[0]
+            kept.append(rows)
+            rows = _linear(rows, *weights[at:at + 2], math)
+        ctx.numbers = dropped, math
+        ctx.save_for_backward(x, *operands, *kept)
+        return rows.view(*x.shape[:-1], -1)
+
+    @staticmethod
+    def backward(ctx, d):
+        (dropped, math), (_, *needed), saved = ctx.numbers, ctx.needs_input_grad, ctx.saved_tensors
+        inputs, kept = saved[:len(needed)], saved[len(needed):]
+        scale = 0 if dropped == 1 else 1 / (1 - dropped)
+        if torch.is_grad_enabled():
+            return None, *_by_autograd(lambda: _again(scale, kept, *inputs), inputs, needed, d)
+        x, found = inputs[0], []
+        kept = x.reshape(-1, x.shape[-1]), *kept
+        d = aligned(d.reshape(-1, d.shape[-1]).contiguous())
+        for at in range(len(kept) - 1, -1, -1):
+            weight = inputs[2 * at + 1].to(x.dtype)
+            d, *own = _linear_gradients(d, kept[at], weight, math, at > 0 or needed[0], *needed[2 * at + 1:2 * at + 3])
+            found = own + found
+            if at:
+                d = _threshold_backward(d, kept[at], 0)
+            if at and dropped:
+                d = d.mul_(scale)
+        return None, d.view(x.shape) if needed[0] else None, *found
+
+
+def _again(scale, kept, x, *operands):
+    """What _Layers computed, by operators of PyTorch."""
+    x = torch.nn.functional.linear(x, *(each.to(x.dtype) for each in operands[:2]))
+    for at, given in enumerate(kept, 1):
+        x = x * (given > 0).view(x.shape) * scale
+        x = torch.nn.functional.linear(x, *(each.to(x.dtype) for each in operands[2 * at:2 * at + 2]))
+    return x
+
+
+class _Spectrum(torch.autograd.Function):
+    """x, x diffused and the gradient features of that, side by side, by products in fp32. `weights` are those of the
+    gradient features."""
+
+    @staticmethod
+    def forward(ctx, block, mesh, x, times, *weights):
+        own, product, math = mesh.factors, calls["product"], _math_of(torch.float32)
+        vertices, width = x.shape[-2:]
+        apart = *x.shape[:-2], -1, vertices, width  # what is below each other, such as real and imaginary parts
+        damping = torch.exp(own.minus_evals * times)
+        spectral = damping * product(own.evecs_t, (mesh.mass.unsqueeze(-1) * x).contiguous(), math)
+        results = product(own.basis if weights else mesh.evecs, spectral, math).view(apart)
+        diffused, *pair = results.unbind(-3)
+        parts, kept = [x, diffused], []
+        if weights:
+            has_rotations = len(weights) == 2
+            weight = torch.cat(weights) if has_rotations else weights[0]
+            weighted = product(spectral.view(-1, width), weight.t(), math)  # of each eigenvector a row, or two
+            gradients = own.gradients if has_rotations else _readable(own.basis[..., vertices:, :])
+            weighted = product(gradients, weighted.view(*x.shape[:-2], -1, width), math).view(apart)
+            (xr, xi), (re, im) = pair, weighted.unbind(-3)
+            parts.append(torch.addcmul(xr * re, xi, im).tanh_())
+            kept = weight, weighted
+        out = torch.cat(parts, -1)
+        ctx.others = block, mesh, math
+        ctx.save_for_backward(x, times, *weights, damping, spectral, results, out, *kept)
+        return out
+
+    @staticmethod
+    def backward(ctx, d):
+        (block, mesh, math), (_, _, *needed), saved = ctx.others, ctx.needs_input_grad, ctx.saved_tensors
+        inputs, (damping, spectral, results, out, *kept) = saved[:len(needed)], saved[len(needed):]
+        if torch.is_grad_enabled():
+            return None, None, *_by_autograd(lambda: block.before_mlp(inputs[0], mesh), inputs, needed, d)
+        own, product, width = mesh.factors, calls["product"], out.shape[-1] // (3 if kept else 2)
+        d_x, d_diffused, *d_features = d.split(width, -1)
+        d_results, d_weights = torch.empty_like(results), ()
+        d_results.select(-3, 0).copy_(d_diffused)
+        if kept:
+            weight, weighted = kept
+            d_dots = _tanh_backward(d_features[0], out.narrow(-1, 2 * width, width)).unsqueeze(-3)
+            torch.mul(d_dots, weighted, out=d_results.narrow(-3, 1, 2))
+            has_rotations = len(weight) == 2 * width
+            gradients_t = own.gradients_t if has_rotations else _readable(own.basis_t[..., results.shape[-2]:])
+            d_weighted = product(gradients_t, (d_dots * results.narrow(-3, 1, 2)).flatten(-3, -2), math)
+            d_spectral, d_weight, _ = _linear_gradients(d_weighted.view(-1, len(weight)), spectral.view(-1, width),
+                                                        weight, math, True, True, False)
+            d_spectral = d_spectral.view(spectral.shape).add_(product(own.basis_t, d_results.flatten(-3, -2), math))
+            d_weights = d_weight.split(width)
+        else:
+            d_spectral = product(own.evecs_t, d_results.flatten(-3, -2), math)
+        d_times = torch.mv((spectral * d_spectral).view(-1, width).t(), own.minus_evals.flatten())
+        if needed[0]:
+            d_x = torch.addcmul(d_x, product(mesh.evecs, damping * d_spectral, math), mesh.mass.unsqueeze(-1))
+        return None, None, d_x, d_times, *d_weights
+
+
+# Both have no other name in Python.
+_threshold_backward, _tanh_backward = (getattr(torch.ops.aten, f"{name}_backward").default
+                                       for name in ("threshold", "tanh"))
 
 
 # ---- The parts of a block --------------------------------------------------------------------------------------------
@@ -196,19 +331,17 @@ class LearnedTimeDiffusion(torch.nn.Module):
         self.C_inout = C_inout
         self.diffusion_time = torch.nn.Parameter(torch.zeros(C_inout))
 
+    def set_back(self):
+        """The optimizer may have made times negative. As in the original they are set back, and keep their gradient."""
+        self.diffusion_time.data.clamp_(min=1e-8)
+
     def forward(self, x, mesh):
         """(x diffused, its spectrum)."""
-        # The optimizer may have made times negative. As in the original they are set back, and keep their gradient.
-        self.diffusion_time.data.clamp_(min=1e-8)
+        self.set_back()
         dtype = mesh.evecs.dtype
-        x = x.to(dtype)
         if mesh.parts is not None:
             diffused, spectral = zip(*map(self, mesh.split(x), mesh.parts))
             return torch.cat(diffused), torch.stack(spectral)
-        if mesh.factors is not None:
-            damping = torch.exp(-mesh.evals.unsqueeze(-1) * self.diffusion_time)
-            spectral = damping * _Times.apply(mesh.factors.basis_t, mesh.evecs, mesh.mass.unsqueeze(-1) * x)
-            return _Times.apply(mesh.evecs, mesh.factors.basis_t, spectral), spectral
         if _has_operators(mesh):
             operands = x.contiguous(), mesh.evecs, mesh.mass, mesh.evals, self.diffusion_time.to(dtype)
             if mesh.offsets is not None:
@@ -231,8 +364,6 @@ class SpatialGradientFeatures(torch.nn.Module):
 
     def forward(self, spectral, mesh):
         """Of the spectrum of what was diffused."""
-        if mesh.factors is not None:
-            return self._by_products(spectral, mesh)
         if _has_operators(mesh):
             return self._by_operators(spectral, mesh)
         if mesh.parts is not None:
@@ -243,18 +374,6 @@ class SpatialGradientFeatures(torch.nn.Module):
             return torch.tanh(xr * (mesh.gr @ weighted) + xi * (mesh.gi @ weighted))
         re, im = self.A_re(spectral), self.A_im(spectral)
         return torch.tanh(xr * (mesh.gr @ re - mesh.gi @ im) + xi * (mesh.gi @ re + mesh.gr @ im))
-
-    def _by_products(self, spectral, mesh):
-        vertices, eigen = mesh.evecs.shape[-2:]
-        _, gradients, gradients_t = mesh.factors
-        pair = gradients[..., :eigen], gradients_t[..., :eigen, :]  # of gr above gi
-        own = _Times.apply(*pair, spectral)
-        if self.with_gradient_rotations:
-            weighted = torch.cat((self.A_re(spectral), self.A_im(spectral)), -2)
-            others = _Times.apply(gradients, gradients_t, weighted)
-        else:
-            others = _Times.apply(*pair, self.A(spectral))
-        return torch.tanh((own * others).unflatten(-2, (2, vertices)).sum(-3))
 
     def _by_operators(self, spectral, mesh):
         if self.with_gradient_rotations:
@@ -268,18 +387,6 @@ class SpatialGradientFeatures(torch.nn.Module):
         return calls["gradient_features"](*operands, math)
 
 
-class Linear(torch.nn.Linear):
-    """In fp32 by product(), unless PyTorch may multiply fp32 in TF32, or autocast is on."""
-
-    def forward(self, x):
-        is_fp32 = x.dtype == self.weight.dtype == torch.float32 and not torch.is_autocast_enabled("cuda")
-        if not x.is_cuda or not is_fp32 or _may_take_tf32():
-            return super().forward(x)
-        rows = x.reshape(-1, self.in_features)
-        out = calls["product_bias"](rows, self.weight.t(), self.bias, "tf32x3")
-        return out.view(*x.shape[:-1], self.out_features)
-
-
 class MiniMLP(torch.nn.Sequential):
     """Linear layers with an activation between each two, and before each but the first a dropout."""
 
@@ -288,9 +395,25 @@ class MiniMLP(torch.nn.Sequential):
         for at, sizes in enumerate(zip(layer_sizes, layer_sizes[1:])):
             if at and dropout:
                 self.add_module(f"{name}_mlp_layer_dropout_{at:03}", torch.nn.Dropout(0.5))
-            self.add_module(f"{name}_mlp_layer_{at:03}", Linear(*sizes))
+            self.add_module(f"{name}_mlp_layer_{at:03}", torch.nn.Linear(*sizes))
             if at + 2 < len(layer_sizes):
                 self.add_module(f"{name}_mlp_act_{at:03}", activation())
+
+    def forward(self, x):
+        """One node, if its layers are what they were at first, and it is called eagerly."""
+        if not x.is_cuda or x.dtype == torch.float64 or torch.compiler.is_compiling():
+            return super().forward(x)
+        operands, shares = [], set()
+        for each in self:
+            if type(each) is torch.nn.Linear and each.bias is not None:
+                operands += each.weight, each.bias
+            elif type(each) is torch.nn.Dropout:
+                shares.add(each.p if each.training else 0)
+            elif type(each) is not torch.nn.ReLU:
+                return super().forward(x)
+        if len(shares) > 1:
+            return super().forward(x)
+        return _Layers.apply(shares.pop() if shares else 0, x, *operands)
 
 
 # ---- The networks ----------------------------------------------------------------------------------------------------
@@ -322,11 +445,20 @@ class DiffusionNetBlock(torch.nn.Module):
         may be what mesh() has returned. L is not read."""
         mesh = mass if isinstance(mass, Mesh) else self.mesh(mass, evals, evecs, gradX, gradY)
         _check_operands(x_in, self.C_width, mesh, self)
-        diffused, spectral = self.diffusion(x_in, mesh)
-        parts = [x_in, diffused]
+        x = x_in.to(mesh.evecs.dtype)
+        if mesh.factors is None or torch.compiler.is_compiling():
+            return self.mlp(self.before_mlp(x, mesh)) + x_in
+        self.diffusion.set_back()
+        weights = [each.weight for each in self.gradient_features.children()] if self.with_gradient_features else []
+        return self.mlp(_Spectrum.apply(self, mesh, x, self.diffusion.diffusion_time, *weights)) + x_in
+
+    def before_mlp(self, x, mesh):
+        """x, x diffused and the gradient features of that, side by side."""
+        diffused, spectral = self.diffusion(x, mesh)
+        parts = [x, diffused]
         if self.with_gradient_features:
             parts.append(self.gradient_features(spectral, mesh))
-        return self.mlp(torch.cat(parts, -1)) + x_in
+        return torch.cat(parts, -1)
 
 
 def _check_operands(x, width, mesh, block):

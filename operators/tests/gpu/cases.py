@@ -910,6 +910,75 @@ def clifford_connected_backward(batch, features, signature=(3, 0, 0), normed=Tru
                                   features, signature, normed)
 
 
+def clifford_connected_kept(batch, features, signature=(3, 0, 0), normed=True):
+    def check(operands, result):
+        alike(tensors(result)[0], clifford_in_fp64(*(each.double() for each in operands), signature, normed), 2.0**15)
+
+    return Case(f"clifford_connected_kept-{batch}x{features}",
+                lambda *operands: fused_kernels.clifford_connected(*operands, signature, normed, inverse_norms=True)[0],
+                lambda seed=0: connected_operands(batch, features, signature, seed), check, (0, 1, 2))
+
+
+def clifford_connected_kept_backward(batch, features, signature=(3, 0, 0), normed=True):
+    """With the result and the norms of forward."""
+    def operands(seed=0):
+        x, y, w = connected_operands(batch, features, signature, seed)
+        z = clifford_in_fp64(*(each.double() for each in (x, y, w)), signature, False)
+        of, squares = algebra(*signature)[0], z.square().mean(2)
+        norms = torch.stack([sum(squares[k] for k, c in enumerate(of) if c == grade) for grade in range(of[-1] + 1)])
+        norms = (norms + 1e-6).rsqrt() if normed else torch.ones_like(norms)
+        out = z * norms[of].unsqueeze(2)
+        return numbers(*x.shape, dtype=FP32, seed=seed), x, y, w, out.float(), norms.float()
+
+    def run(d_out, x, y, w, *kept):
+        return fused_kernels.clifford_connected_backward(d_out, x, y, w, signature, normed, *kept)
+
+    inner = clifford_connected_backward(batch, features, signature, normed)
+    return Case(clifford_name(clifford_connected_kept_backward, batch, features, signature, normed), run, operands,
+                lambda operands, result: inner.check(operands[:4], result))
+
+
+def linear_in_fp64(x, mix, bias, signature):
+    y = torch.stack([each @ mix[c].mT for each, c in zip(x, algebra(*signature)[0])])
+    return torch.cat((y[:1] + bias, y[1:]))
+
+
+def layer_in_fp64(x, mix, bias, w, signature=(3, 0, 0), normed=True):
+    return clifford_in_fp64(x, linear_in_fp64(x, mix, bias, signature), w, signature, normed)
+
+
+def layer_operands(batch, features, signature, seed):
+    x, _, w = clifford_operands(batch, features, signature, seed)
+    mix = numbers(sum(signature) + 1, features, features, dtype=FP32, seed=seed + 4) * features**-0.5
+    return x, mix, numbers(features, dtype=FP32, seed=seed + 5), w
+
+
+def clifford_layer(batch, features, signature=(3, 0, 0), normed=True):
+    def check(operands, result):
+        alike(tensors(result)[0], layer_in_fp64(*(each.double() for each in operands), signature, normed), 2.0**15)
+
+    return Case(clifford_name(fused_kernels.clifford_layer, batch, features, signature, normed),
+                lambda *operands: fused_kernels.clifford_layer(*operands, signature, normed),
+                lambda seed=0: layer_operands(batch, features, signature, seed), check, (0, 1, 2, 3))
+
+
+def clifford_layer_backward(batch, features, signature=(3, 0, 0), normed=True):
+    def operands(seed=0):
+        x, mix, bias, w = layer_operands(batch, features, signature, seed)
+        y = linear_in_fp64(*(each.double() for each in (x, mix, bias)), signature).float()
+        return numbers(*x.shape, dtype=FP32, seed=seed), x, y, mix, bias, w
+
+    def check(operands, result):
+        d_out, x, _, *rest = (each.detach().double() for each in operands)
+        rest = [each.requires_grad_() for each in (x, *rest)]
+        expected = torch.autograd.grad(layer_in_fp64(*rest, signature, normed), rest, d_out)
+        for found, other in zip(result, expected, strict=True):
+            alike(found, other, 2.0**16)
+
+    return Case(clifford_name(fused_kernels.clifford_layer_backward, batch, features, signature, normed),
+                lambda *operands: fused_kernels.clifford_layer_backward(*operands, signature, normed), operands, check)
+
+
 # ---- All ----------------------------------------------------------------------------------------------------------
 
 MESHES = [(1, 8, 8), (70, 24, 16), (5001, 128, 256), (1234, 136, 8), (700, 32, 264)]
@@ -986,9 +1055,15 @@ CASES = [
       for sizes, signature in (((300, 16), (3, 0, 1)), ((1, 1), (1, 0, 0)), ((77, 5), (2, 1, 2)))),
     *(geometric(65, 72, (3, 0, 1), dtype, weights, "gelu", True, "blades_last", "null_first", backward)
       for backward in (False, True) for dtype, weights in ((FP32, FP32), (BF16, FP32), (FP16, None))),
-    *(make(*sizes) for make in (clifford_connected, clifford_connected_backward)
+    *(make(*sizes) for make in (clifford_connected, clifford_connected_backward, clifford_connected_kept,
+                                   clifford_connected_kept_backward)
       for sizes in ((1, 1), (5, 13), (300, 64), (1000, 260), (4096, 512), (20, 128, (2, 0, 0)),
                     (700, 130, (2, 0, 0), False))),
+    *(make(*sizes) for make in (clifford_layer, clifford_layer_backward)
+      for sizes in ((1, 1), (5, 13), (300, 64), (1000, 260), (37, 1028), (4096, 512), (20, 128, (2, 0, 0)),
+                    (700, 130, (2, 0, 0), False))),
+    *(make(21, 40, signature) for make in (clifford_layer, clifford_layer_backward)
+      for signature in fused_kernels.TRIPLES),
 ]
 # Of each function three shapes whose kernels need different amounts of shared memory, or have other tiles.
 IN_TURN = [
@@ -1007,7 +1082,9 @@ IN_TURN = [
       for make in (softmax, softmax_backward, cross_entropy, cross_entropy_backward)),
     *([make(65, features, signature) for features in (512, 64, 1024)]
       for make in (clifford, clifford_backward) for signature in fused_kernels.TRIPLES),
-    *([make(300, features) for features in (260, 8, 64)] for make in (clifford_connected, clifford_connected_backward)),
+    *([make(300, features) for features in (260, 8, 64)]
+      for make in (clifford_connected, clifford_connected_backward, clifford_connected_kept_backward,
+                   clifford_layer, clifford_layer_backward)),
 ]
 EACH = [  # one of each function, of the product one of each type and math, and of softmax two types
     *(product(257, 136, 129, dtype) for dtype in (FP16, BF16, FP32)),
@@ -1024,4 +1101,6 @@ EACH = [  # one of each function, of the product one of each type and math, and 
     *(make(129, 65, 257, BF16) for make in (softmax, softmax_backward)),
     *(make(129, 65, 257, FP16, torch.int32) for make in (cross_entropy, cross_entropy_backward)),
     clifford_connected(200, 72), clifford_connected_backward(200, 72),
+    clifford_connected_kept(200, 72), clifford_connected_kept_backward(200, 72),
+    clifford_layer(200, 72), clifford_layer_backward(200, 72),
 ]

@@ -6,8 +6,8 @@ Rows are measured as times.py measures them: each a CUDA graph, in turn, with a 
 Gradients are of x and of all parameters. In all three the gradients of the spectrum are there already, and in `ours`
 what mesh() returns; `mesh anew` is ours where that is made in each call. `sparse` is PyTorch's with sparse gradX and
 gradY, as the original has them, of seven numbers a row; backward sorts these, which no graph can hold, so it is
-launched from the host, and that time counts. In tf32 PyTorch may multiply fp32 that way; ours does so in linear layers
-alone. The error is the largest one against fp64, relative in the Frobenius norm."""
+launched from the host, and that time counts. In tf32 PyTorch may multiply fp32 that way, and ours does. The error is
+the largest one against fp64, relative in the Frobenius norm."""
 
 import argparse
 import statistics
@@ -116,8 +116,8 @@ def main():
             kernels = [{"name": name, "ms": {"median": time}, "error": errors.get(name)}
                        for name, time in found.items()]
             problems.append({"name": label, "kernels": kernels})
-    if options.json:
-        cases.write_record(options.json, problems)
+            if options.json:  # what there is so far
+                cases.write_record(options.json, problems)
 
 
 if __name__ == "__main__":

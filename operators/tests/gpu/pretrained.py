@@ -4,7 +4,8 @@ FUSED_KERNELS_LIBRARY the library. Records belong into results/<gpu>/python: pre
 beside_original.json of the third.
 
 The original's data sets are not needed: meshes are made here, balls, bent capsules and rings, with bumps, and so are
-their operators, in fp64, by the cotangent Laplacian. There are three parts, which --parts can choose from.
+their operators, in fp64, by the cotangent Laplacian. There are three parts, which --parts can choose from. The third
+takes a minute, and records what it has after each of its rows.
 
 weights: each of the .pth files is loaded into the original's model, in which DiffusionNet is ours, and nothing else is
     changed. What comes out is compared with the original's code in fp64: the share of vertices and of faces that have
@@ -14,12 +15,13 @@ training: both networks begin with the weights that one seed draws, and learn 10
     original's optimizer and loss: which of eight parts of its mesh a face is in. Losses are recorded.
 times: a block, and the network that the .pth files are of, of 10000 vertices, 128 channels and 128 eigenvectors: by
     the original's code, as it is and by torch.compile, with its sparse gradX and gradY; by the same formulas with
-    gradients of the spectrum (plain.py), as they are and compiled, which the original has not; and by ours. Each is
-    compared with the original's code in fp64 before. `ms` is launched from the host, whose time is in it. `graph` is a
-    CUDA graph; of the original none is tried, so that is no comparison with it. Rows take turns, with a cold L2 cache;
-    the median counts. `kernels` is what the profiler adds up. `extra_bytes` is the most memory that a call takes on top
-    of what it is given, `mesh_bytes` what the mesh takes. In bf16 the original gets dense gradX and gradY; sparse ones
-    are not tried. `lacks` counts gradients that a row does not return."""
+    gradients of the spectrum (plain.py), as they are and compiled, which the original has not; by ours, and by ours
+    after torch.cuda.make_graphed_callables(). Each is compared with the original's code in fp64 before. `ms` is
+    launched from the host, whose time is in it: the original waits for the GPU, so no CUDA graph can hold it. Rows take
+    turns, with a cold L2 cache; the median counts. `kernels` is what the profiler adds up. `extra_bytes` is the most
+    memory that a call takes on top of what it is given, `mesh_bytes` what the mesh takes. In bf16 the original gets
+    dense gradX and gradY; sparse ones are not tried. `lacks` counts gradients that a row does not return. To compile
+    takes longer than to measure: the network is not compiled, nor in bf16 the formulas of the spectrum."""
 
 import argparse
 import contextlib
@@ -309,7 +311,7 @@ def bytes_of(tensors):
     found = {}
     for each in tensors:
         for part in (each,) if each.layout == torch.strided else (each._indices(), each._values()):
-            found[part.data_ptr()] = part.untyped_storage().nbytes()
+            found[part.untyped_storage().data_ptr()] = part.untyped_storage().nbytes()
     return sum(found.values())
 
 
@@ -332,6 +334,23 @@ def module_step(module, x, arguments, d):
                 return (module(x, *arguments),)
         return torch.autograd.grad(module(x, *arguments), leaves, d, allow_unused=True)
     return step
+
+
+class OfMesh(torch.nn.Module):
+    """A network and its mesh: a function of x."""
+
+    def __init__(self, net, mesh):
+        super().__init__()
+        self.net, self.mesh = net, mesh
+
+    def forward(self, x):
+        return self.net(x, self.mesh)
+
+
+def graphed_step(module, x, mesh, d):
+    """module_step() of two CUDA graphs, forward and backward."""
+    x = x.detach().clone().requires_grad_()
+    return module_step(torch.cuda.make_graphed_callables(OfMesh(module, mesh), (x,)), x, [], d)
 
 
 def plain_step(function, names, weights, x, arguments, d):
@@ -402,8 +421,11 @@ def measure(diffusion_net, mesh, is_block, math, backward):
         "in the spectrum": plain_step(function, names, weights, x, spectral, d),
         "in the spectrum, compiled": plain_step(torch.compile(function), names, weights, x, spectral, d),
         "ours": module_step(ours, x, [own], d),
+        "ours, graphed": graphed_step(ours, x, own, d),
     }
-    read = {"original": called, "in the spectrum": spectral, "ours": own}
+    steps = {name: step for name, step in steps.items() if "compiled" not in name
+             or is_block and (math == "fp32" or name == "original, compiled")}
+    read = {"original": called, "in the spectrum": spectral, "ours": own}  # by the names' beginnings
 
     def results_of(step):
         return [each if each is None or each.dim() < 3 else each.squeeze(0) for each in step()]
@@ -415,19 +437,18 @@ def measure(diffusion_net, mesh, is_block, math, backward):
         results = results_of(step)
         there_are = [each for each in zip(results, expected, strict=True) if each[0] is not None]
         found[name] = {"error": times.error(*zip(*there_are)), "lacks": len(results) - len(there_are),
-                       "mesh_bytes": bytes_of(tensors_in(read[name.removesuffix(", compiled")]))}
+                       "mesh_bytes": bytes_of(tensors_in(read[name.split(", ")[0]]))}
         del results, there_are
         step()
         found[name]["extra_bytes"] = extra_bytes(step)
     from_host = times.milliseconds({name: types.SimpleNamespace(replay=step) for name, step in steps.items()})
-    in_graph = times.milliseconds({name: times.captured(step) for name, step in steps.items()
-                                   if not name.startswith("original")})
     for name in steps:
-        found[name] |= {"ms": from_host[name], "graph": in_graph.get(name), "kernels": kernels_ms(steps[name])}
+        found[name] |= {"ms": from_host[name], "kernels": kernels_ms(steps[name])}
     return found
 
 
 def part_times(diffusion_net, only):
+    """Yields all that there is so far, after each problem."""
     mesh, problems = mesh_of(*ring(4, 125, 80)), {}
     for is_block in (True, False):
         for math in ("fp32", "bf16"):
@@ -438,12 +459,11 @@ def part_times(diffusion_net, only):
                 torch.compiler.reset()
                 found = measure(diffusion_net, mesh, is_block, math, backward)
                 for name, row in found.items():
-                    others = "".join(f"{row[each]:10.4f}" if row[each] else f"{'':10}" for each in ("graph", "kernels"))
-                    print(f"{label:42}{name:28}{row['ms']:10.4f}{others}{row['error']:10.1e}"
+                    print(f"{label:42}{name:28}{row['ms']:10.4f}{row['kernels'] or 0:10.4f}{row['error']:10.1e}"
                           f"{row['extra_bytes'] / 1e6:10.1f}{row['mesh_bytes'] / 1e6:10.1f}"
                           + f"; {row['lacks']} gradients are missing" * bool(row["lacks"]), flush=True)
                 problems[label] = found
-    return problems
+                yield problems
 
 
 # ---- Records -------------------------------------------------------------------------------------------------------
@@ -469,10 +489,14 @@ def rows_of_weights(weights):
 def rows_of_times(problems):
     rows = []
     for label, found in problems.items():
-        first, compiled, ours = (found[name] for name in ("original", "original, compiled", "ours"))
-        rows.append([label, *(1e3 * each["ms"] for each in (first, compiled, ours)),
-                     *(1e3 * found[name]["graph"] for name in ("in the spectrum, compiled", "ours")),
-                     *(each["extra_bytes"] / 1e6 for each in (first, ours))])
+        def us(of, *names):
+            return [1e3 * found[name][of] if name in found and found[name][of] else None for name in names]
+
+        rows.append([label, *us("ms", "original", "original, compiled", "in the spectrum, compiled", "ours",
+                                  "ours, graphed"),
+                     *us("kernels", "original", "ours"),
+                     *(found[name]["extra_bytes"] / 1e6 for name in ("original", "ours")),
+                     *(found[name]["error"] for name in ("original", "ours"))])
     return rows
 
 
@@ -492,11 +516,12 @@ def main():
                f"PyTorch {pytorch}. % of vertices with the same class, and relative error, at worst, beside fp64",
                ["file", *(f"{name}, %" for name in TYPES), "PyTorch, fp32", *(f"ours, {name}" for name in TYPES)],
                rows_of_weights(weights), weights=weights, losses=losses)
-    if "times" in options.parts:
-        problems = part_times(diffusion_net, options.only)
+    for problems in part_times(diffusion_net, options.only) if "times" in options.parts else ():
         finish(options.json and options.json / "beside_original.json", device, None,
-               f"PyTorch {pytorch}. us of a call from the host or in a graph; MB that it takes beside what it is given",
-               ["", "original", "compiled", "ours", "spectrum, compiled, graph", "ours, graph", "MB", "ours, MB"],
+               f"PyTorch {pytorch}. us of a call from the host, and of its kernels alone; MB that it takes beside what "
+               "it is given; error, at worst, beside fp64",
+               ["", "original", "compiled", "dense, compiled", "ours", "graphed", "kernels: original", "ours",
+                "MB: original", "ours", "error: original", "ours"],
                rows_of_times(problems), problems=problems)
 
 

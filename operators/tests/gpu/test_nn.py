@@ -130,16 +130,19 @@ def counted(monkeypatch):
         return wrapper
 
     for name in ("diffusion", "gradient_features", "diffusion_ragged", "gradient_features_ragged", "product",
-                 "product_bias"):
+                 "product_bias", "product_backward"):
         monkeypatch.setitem(nn.calls, name, count(name, nn.calls[name]))
     return counts
 
 
 def expected_calls(dtype, blocks, kind="rotations"):
-    """In fp32 a diffusion is two products, and so are gradient features. As many are their gradients. An MLP has three
+    """In fp32 a diffusion is two products, and two more are its gradients. Gradient features are two more, too: by the
+    weights, whose gradients are one call, and by the mesh's gradients, which multiply backward once. An MLP has three
     linear layers."""
     if dtype == FP32:
-        return {"product": blocks * (4 if kind == "no features" else 8), "product_bias": blocks * 3}
+        linear = 3 if kind == "no features" else 4
+        return {"product": blocks * (4 if kind == "no features" else 7), "product_bias": blocks * 3,
+                "product_backward": blocks * linear}
     return {"diffusion": blocks} | ({} if kind == "no features" else {"gradient_features": blocks})
 
 
@@ -235,7 +238,7 @@ def test_tf32_where_pytorch_may_take_it(counted, monkeypatch):
     found = results_of(net, x, mesh_of(1, FP32), d)
     check_results(found, most, exact)
     assert off(found["out"], exact["out"]) > 2.0**-18
-    assert counted == {"product": 16}
+    assert counted == expected_calls(FP32, 2)
 
 
 def test_autocast(counted):
@@ -292,8 +295,64 @@ def test_meshes_that_differ_in_their_sizes(kind, dtype, counted):
     found = results_of(net.to(dtype), x.to(dtype), list(map(list, zip(*meshes))), d)
     check_results(found, dict.fromkeys(together, most), together)
     features = {} if kind == "no features" else {"gradient_features_ragged": 2}
-    linear = {"product_bias": 6} if dtype == FP32 else {}
+    linear = {"product_bias": 6, "product_backward": 6} if dtype == FP32 else {}
     assert counted == ({} if dtype == torch.float64 else {"diffusion_ragged": 2} | features | linear)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_gradients_of_gradients(kind):
+    net, x, mesh = network(2, **KINDS[kind]), random(642, INPUTS, seed=3), mesh_of(1, torch.float64)
+    d = random(642, CLASSES, seed=4)
+
+    def twice(function, weights, x, mesh, d):
+        leaves = {name: each.detach().clone().requires_grad_() for name, each in weights.items()}
+        x = x.detach().clone().requires_grad_()
+        once = torch.autograd.grad(function(leaves, x, *mesh), [x, *leaves.values()], d, create_graph=True)
+        sum(each.square().sum() for each in once).backward()
+        return {"x": x.grad} | {name: each.grad for name, each in leaves.items()}
+
+    exact, most = twice(plain.network, weights_of(net), x.double(), mesh, d.double()), {}
+    for seed in range(3):
+        generator = torch.Generator().manual_seed(seed)
+        others = {name: changed(each, MOST[FP32], generator) for name, each in weights_of(net).items()}
+        other = twice(plain.network, others, changed(x.double(), MOST[FP32], generator), mesh, d.double())
+        most = {name: max(most.get(name, 0), FACTOR * off(each, exact[name])) for name, each in other.items()
+                if exact[name] is not None}
+    x.requires_grad_()
+    own = net.mesh(*mesh_of(1, FP32))
+    once = torch.autograd.grad(net(x, own), [x, *net.parameters()], d, create_graph=True)
+    sum(each.square().sum() for each in once).backward()
+    found = {"x": x.grad} | {name: each.grad for name, each in net.named_parameters()}
+    check_results({name: found[name] for name in most}, most, {name: exact[name] for name in most})
+
+
+@pytest.mark.parametrize("dtype", [FP32, BF16], ids=str)
+@pytest.mark.parametrize("shape", [(300, 24), (2, 150, 24)])
+def test_an_mlp_is_its_layers_one_by_one(dtype, shape):
+    """Dropout draws the same."""
+    torch.manual_seed(1)
+    mlp, found = nn.MiniMLP([24, 40, 40, 16], dropout=True).to(DEVICE, dtype), []
+    x, d = random(*shape, seed=3).to(dtype).requires_grad_(), random(*shape[:-1], 16, seed=4).to(dtype)
+    for run in (mlp, functools.partial(torch.nn.Sequential.forward, mlp)):
+        torch.manual_seed(5)
+        out = run(x)
+        found.append([out, *torch.autograd.grad(out, [x, *mlp.parameters()], d)])
+    for one, other in zip(*found, strict=True):
+        assert off(one, other.double()) <= {FP32: 2.0**-14, BF16: 2.0**-5}[dtype]
+
+
+def test_a_layer_of_another_kind_takes_the_layers_one_by_one(counted):
+    torch.manual_seed(1)
+    mlp = nn.MiniMLP([24, 40, 16], activation=torch.nn.SiLU).to(DEVICE)
+    assert mlp(random(300, 24, seed=3)).shape == (300, 16) and counted == {}
+
+
+def test_a_mesh_of_a_network_with_other_options():
+    x, (mass, evals, evecs, *pair) = random(642, INPUTS, seed=3), mesh_of(1, FP32)
+    own = network(1).mesh(mass, evals, evecs, *pair)
+    for kind in KINDS.values():
+        net = network(1, **kind)
+        assert torch.equal(net(x, own), net(x, net.mesh(mass, evals, evecs, *pair)))
 
 
 # ---- What forward takes -------------------------------------------------------------------------------------------

@@ -425,11 +425,12 @@ def test_gradients_by_pytorch(case):
     function = case.formula or {
         "product": torch.matmul, "softmax": lambda x, w: torch.softmax(x @ w, 1),
         "cross_entropy": cases.cross_entropy_in_fp64,
-        **dict.fromkeys(("clifford", "clifford_connected"),
-                        lambda *each: cases.clifford_in_fp64(*each, (3, 0, 0), True))}[case.name.split("-")[0]]
+        **dict.fromkeys(("clifford", "clifford_connected", "clifford_connected_kept"),
+                        lambda *each: cases.clifford_in_fp64(*each, (3, 0, 0), True)),
+        "clifford_layer": cases.layer_in_fp64}[case.name.split("-")[0]]
     for one, other, operand in zip(found, in_fp64(function, operands, wanted, [d]), wanted):
         assert one.dtype == operand.dtype
-        in_tf32 = case.name.startswith("clifford_connected") or case.name.endswith("-tf32")
+        in_tf32 = case.name.startswith(("clifford_connected", "clifford_layer")) or case.name.endswith("-tf32")
         rounded = 2.0**16 if in_tf32 else 2048
         alike(one, other, rounded if one.dtype == FP32 else 8)
 

@@ -1,6 +1,7 @@
 """Milliseconds on the GPU of each of fused_kernels' functions, beside PyTorch's own operators and torch.compile of
-these: `python3 operators/tests/gpu/times.py [--gates] [--json FILE]`, where FUSED_KERNELS_LIBRARY names the library.
-With --gates it is the gated layer alone, with each of its gates.
+these: `python3 operators/tests/gpu/times.py [--gates | --further] [--json FILE]`, where FUSED_KERNELS_LIBRARY names the
+library. With --gates it is the gated layer alone, with each of its gates; with --further what is measured besides: the
+gated layer of two inputs, batches of products, and sums of rows.
 
 Two rows an operator: forward, and forward with backward, of all gradients that the function has. Each is a CUDA graph,
 so that the host's time does not count. They take turns, each with a cold L2 cache; the median is shown.
@@ -64,6 +65,34 @@ def gates():
     """The same of the gated layer with each gate."""
     layers = {gate: cases.gating(1 << 20, 128, 64, gate=gate) for gate in cases.GATES}
     return [(gate, case, case.formula) for gate, case in layers.items()]
+
+
+def sum_of_rows(rows, cols, dtype):
+    """The gradient of a product's bias alone."""
+    def operands(seed=0):
+        shapes = (rows, cols), (rows, 8), (8, cols)  # d_c, a, b
+        return [cases.numbers(*shape, dtype=dtype, seed=seed + i) for i, shape in enumerate(shapes)]
+
+    def run(*operands):
+        return fused_kernels.product_backward(*operands, d_a=False, d_b=False)[2]
+
+    return cases.Case("sum", run, operands, None, formula=lambda d_c, a, b: d_c.sum(0))
+
+
+def further():
+    layers = (((65536, 512, 512, 512), True), ((65536, 512, 512, 512), False), ((1 << 20, 128, 128, 64), True))
+    for shape, gated in layers:
+        case = cases.gating_two(*shape, dtype=BF16, gated=gated, biases=False)
+        yield (f"silu(x W) * {'silu(y V)' if gated else '(y V)'}, {shape[0]} x {shape[1]}, {shape[3]} hidden, bf16", case,
+               case.formula)
+    for batch, size in ((1024, 64), (128, 512)):
+        for transposed, name in ("", "a b"), ("b", "a b^T"), ("a", "a^T b"):
+            case = cases.any_product("batch", *2 * [(batch, size, size)], FP16, transposed)
+            case.wants_gradients = ()
+            yield f"{batch} products {name}, {size} x {size} x {size}, fp16", case, case.formula
+    for rows, cols in ((8192, 4096), (1 << 20, 64)):
+        case = sum_of_rows(rows, cols, BF16)
+        yield f"sum of {rows} rows of {cols}, bf16", case, case.formula
 
 
 def operands_of(case):
@@ -140,12 +169,13 @@ def main():
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--json", help="write a record to this file")
     parser.add_argument("--gates", action="store_true", help="the gated layer with each gate, and nothing else")
+    parser.add_argument("--further", action="store_true", help="two inputs, batches and sums of rows, and nothing else")
     options = parser.parse_args()
     path = options.json
     print(f"{torch.cuda.get_device_name()}, PyTorch {torch.__version__}; ms, L2 cache cold, median of {SAMPLES}")
     print(f"{'':68}" + "".join(f"{name:>10}" for name in ("PyTorch", "compiled", "ours", "error", "PyTorch's")))
     problems = []
-    for name, case, by_pytorch in gates() if options.gates else rows():
+    for name, case, by_pytorch in further() if options.further else gates() if options.gates else rows():
         for backward in (False, True) if case.wants_gradients else (False,):
             torch.compiler.reset()
             torch.set_float32_matmul_precision("high" if name.endswith("tf32") else "highest")
@@ -154,8 +184,8 @@ def main():
             print(f"{label:68}" + "".join(f"{time:10.4f}" for time in times.values()) + f"{own:10.1e}{other:10.1e}")
             problems.append({"name": label, "kernels": [{"name": each, "ms": {"median": time}, "error": by}
                              for (each, time), by in zip(times.items(), (other, None, own))]})
-    if path:
-        cases.write_record(path, problems)
+            if path:
+                cases.write_record(path, problems)
 
 
 if __name__ == "__main__":

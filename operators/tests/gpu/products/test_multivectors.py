@@ -6,6 +6,7 @@ How far may a result be off, relatively, in the Frobenius norm? Factors in TF32 
 2^-9, and of three products in TF32 what is left out is 2^-18 of a term. Terms of both signs make sums smaller than
 their terms, and bf16 rounds planes, products and sums: FACTOR is for these."""
 
+import copy
 import functools
 import itertools
 import pathlib
@@ -347,11 +348,32 @@ def test_gradients_are_finite_differences(device, make):
 
 
 @pytest.mark.skipif("cuda" not in DEVICES, reason="the operators are a GPU's")
-@pytest.mark.parametrize("connected", [False, True])
-def test_compiled(connected):
+@pytest.mark.parametrize("bias, norm, features", [(True, True, 16), (False, True, 13), (True, False, 72)])
+@pytest.mark.parametrize("signature", [(2, 0, 0), (1, 3, 0)])
+def test_a_layer_in_one_call(signature, bias, norm, features):
+    """And its gradients, beside the same layer in fp64. There may be dimensions between blades and features."""
+    torch.manual_seed(1)
+    layer = drawn(nn.CliffordLayer(features, signature, bias=bias, norm=norm, math="tf32"), "cuda", FP32)
+    exact = copy.deepcopy(layer).double()
+    x = operands(signature, "blades_first", (3, 50), features, FP32, "cuda").requires_grad_()
+    wide = x.detach().double().requires_grad_()
+    assert layer.is_one_call(x) and not exact.is_one_call(wide) and not layer.is_one_call(x.bfloat16())
+    out, expected = layer(x), exact(wide)
+    d = random(*out.shape, seed=5, device="cuda")
+    close(out, expected, FACTOR * TF32)
+    for one, other in zip(torch.autograd.grad(out, (x, *layer.parameters()), d.float()),
+                          torch.autograd.grad(expected, (wide, *exact.parameters()), d), strict=True):
+        close(one, other, FACTOR * TF32)
+    with torch.no_grad():
+        assert torch.equal(layer(x), out)
+
+
+@pytest.mark.skipif("cuda" not in DEVICES, reason="the operators are a GPU's")
+@pytest.mark.parametrize("connected, math", [(False, "tf32x3"), (True, "tf32x3"), (False, "tf32")])
+def test_compiled(connected, math):
     torch.compiler.reset()
     torch.manual_seed(1)
-    layer = drawn(nn.CliffordLayer(16, connected=connected), "cuda", FP32)
+    layer = drawn(nn.CliffordLayer(16, connected=connected, math=math), "cuda", FP32)
     action = drawn(nn.GroupAction(4, 4), "cuda", FP32)
     x = operands((3, 0, 0), "blades_first", (40,), 16, FP32, "cuda")
     points = random(9, 4, 16, dtype=FP32, device="cuda")
