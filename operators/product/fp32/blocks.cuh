@@ -133,15 +133,16 @@ int resident_fp32_blocks() {
 
 /// How many clusters of so many blocks fit, if a multiprocessor has `resident` blocks.
 /// The blocks of a cluster are on neighbours, of which there are 16 or 18. We count groups of 16,
-/// all but one that a device may have, and half of the multiprocessors that remain: on an H200 that
-/// is as many as the driver says, or a few less.
+/// all but one that a device may have, and two fifths of the multiprocessors that remain. On an
+/// H200 that is as many as the driver says, or a few less.
 inline int64_t fp32_clusters_that_fit(int ranges, int resident) {
   constexpr int kNeighbours = 16;
   const int all = multiprocessors();
   if (ranges <= 2) return std::max(1, all * resident / ranges);
   const int groups = std::max(1, all / kNeighbours - 1);
   const int others = std::max(0, all - kNeighbours * groups);
-  return std::max(1, groups * (kNeighbours * resident / ranges) + others * resident / ranges / 2);
+  return std::max(
+      1, groups * (kNeighbours * resident / ranges) + 2 * others * resident / (5 * ranges));
 }
 
 /// How many blocks the multiprocessor has that has the most, if each tile has so many. It has up to
@@ -163,19 +164,20 @@ inline double fp32_microseconds_to_read(const ProductShape& shape) {
 
 /// What costs a multiprocessor cycles: fitted to shapes drawn at random, on an H200.
 struct Fp32BlockCosts {
-  static constexpr double kMultiply = 1.012;   ///< a multiply-add of a warp
-  static constexpr double kCopy = 1.95;        ///< of a warp's copy
-  static constexpr double kStep = 16.9;        ///< of each step of a block
-  static constexpr double kAlone = 1.042;      ///< a multiply-add of a warp, if it is alone
-  static constexpr double kWait = 52.8;        ///< more for each step of such a warp
-  static constexpr double kAloneCopy = 9.6;    ///< and for each of its copies
-  static constexpr double kStored = 0.107;     ///< of a number of C
-  static constexpr double kRowStore = 0.0693;  ///< more, where C is stored in rows
-  static constexpr double kMeet = 1668;        ///< of a cluster
-  static constexpr double kSent = 0.177;       ///< of a number that is sent to another block
-  static constexpr double kLaunch = 2.48;      ///< microseconds
-  static constexpr double kCopyB = 2.28;       ///< microseconds of the launch that copies B
-  static constexpr double kCopied = 0.667;     ///< of what its bytes take at the memory's rate
+  static constexpr double kMultiply = 0.938;   ///< a multiply-add of a warp
+  static constexpr double kNarrowCopy = 2.61;  ///< of a warp's copy, of 4 bytes a thread
+  static constexpr double kCopy = 5.05;        ///< the same of 16
+  static constexpr double kStep = 1.46;        ///< of each step of a block
+  static constexpr double kAlone = 1.02;       ///< a multiply-add of a warp, if it is alone
+  static constexpr double kWait = 24.3;        ///< more for each step of such a warp
+  static constexpr double kAloneCopy = 12;     ///< and for each of its copies
+  static constexpr double kStored = 0.097;     ///< of a number of C
+  static constexpr double kRowStore = 0.07;    ///< more, where C is stored in rows
+  static constexpr double kMeet = 1453;        ///< of a cluster
+  static constexpr double kSent = 0.181;       ///< of a number that is sent to another block
+  static constexpr double kLaunch = 2.5;       ///< microseconds
+  static constexpr double kCopyB = 2.58;       ///< microseconds of the launch that copies B
+  static constexpr double kCopied = 1.02;      ///< of what its bytes take at the memory's rate
 };
 
 /// How long the product should take with this tile and so many ranges of k. The four schedulers of
@@ -186,12 +188,15 @@ double fp32_block_microseconds(const ProductShape& shape, int ranges) {
   using Costs = Fp32BlockCosts;
   constexpr double kNumbers = Tile::BM * Tile::BN;
   constexpr double kOfWarp = Tile::BK * Tile::TM * Tile::TN;  // multiply-adds of a step
-  constexpr double kCopies = (Tile::BM + Tile::BN / (kAlignedB ? 4.0 : 1.0)) * Tile::BK / 32;
+  constexpr double kNarrow = (Tile::BM + (kAlignedB ? 0 : Tile::BN)) * Tile::BK / 32,
+                   kWide = (kAlignedB ? Tile::BN / 4 : 0) * Tile::BK / 32;  // copies of warps
   const auto step = [](int blocks) {
     const auto work = [](int warps) { return ceil_div(warps * Tile::kWarps, 4) * kOfWarp; };
     return std::max(
-        Costs::kMultiply * work(blocks) + blocks * (Costs::kCopy * kCopies + Costs::kStep),
-        Costs::kAlone * work(1) + Costs::kWait + Costs::kAloneCopy * kCopies / Tile::kWarps);
+        Costs::kMultiply * work(blocks) +
+            blocks * (Costs::kNarrowCopy * kNarrow + Costs::kCopy * kWide + Costs::kStep),
+        Costs::kAlone * work(1) + Costs::kWait +
+            Costs::kAloneCopy * (kNarrow + kWide) / Tile::kWarps);
   };
   const int steps = ceil_div(ceil_div(shape.depth, Tile::BK), ranges);
   const int64_t tiles = int64_t{ceil_div(shape.rows, Tile::BM)} * ceil_div(shape.cols, Tile::BN);

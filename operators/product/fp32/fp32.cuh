@@ -143,23 +143,23 @@ struct Fp32Piece {
 
 /// What costs a multiprocessor cycles: fitted to shapes drawn at random, on an H200.
 struct Fp32Costs {
-  static constexpr double kMultiply = 0.921;    ///< of what 128 multiply-adds a cycle take
-  static constexpr double kNarrowCopy = 2.75;   ///< of a warp's copy, of 4 bytes a thread
-  static constexpr double kCopy = 4.7;          ///< the same of 16
-  static constexpr double kStep = 6.4;          ///< of each step
-  static constexpr double kAtOnce = 698;        ///< the same where all its copies start together
-  static constexpr double kAlone = 80.6;        ///< more, where no other block works meanwhile
-  static constexpr double kTile = 1155;         ///< of each tile, or two of clusters
-  static constexpr double kStored = 0.17;       ///< of a number of C
-  static constexpr double kNarrowStore = 0.38;  ///< more, where it is stored one by one
-  static constexpr double kShared = 0.242;      ///< of a number of a tile that is shared in memory
-  static constexpr double kPiece = 0.0288;      ///< the same for each piece
-  static constexpr double kMeet = 2238;         ///< of a cluster
-  static constexpr double kSent = 0.282;        ///< of a number that is sent to another block
-  static constexpr double kLaunch = 2.08;       ///< microseconds
-  static constexpr double kHandover = 5.56;     ///< of shared tiles, and of writing zeros for it
-  static constexpr double kCopyB = 2.43;        ///< of the launch that copies B
-  static constexpr double kCopied = 1.68;       ///< of what its bytes take at the memory's rate
+  static constexpr double kMultiply = 0.874;     ///< of what 128 multiply-adds a cycle take
+  static constexpr double kNarrowCopy = 1.75;    ///< of a warp's copy, of 4 bytes a thread
+  static constexpr double kCopy = 4.03;          ///< the same of 16
+  static constexpr double kStep = 102;           ///< of each step
+  static constexpr double kAtOnce = 848;         ///< the same where all its copies start together
+  static constexpr double kAlone = 59.9;         ///< more, where no other block works meanwhile
+  static constexpr double kTile = 1088;          ///< of each tile, or two of clusters
+  static constexpr double kStored = 0.169;       ///< of a number of C
+  static constexpr double kNarrowStore = 0.642;  ///< more, where it is stored one by one
+  static constexpr double kShared = 0.239;       ///< of a number of a tile that is shared in memory
+  static constexpr double kPiece = 0.0277;       ///< the same for each piece
+  static constexpr double kMeet = 2153;          ///< of a cluster
+  static constexpr double kSent = 0.272;         ///< of a number that is sent to another block
+  static constexpr double kLaunch = 1.95;        ///< microseconds
+  static constexpr double kHandover = 5.57;      ///< of shared tiles, and of writing zeros for it
+  static constexpr double kCopyB = 3.1;          ///< of the launch that copies B
+  static constexpr double kCopied = 1.57;        ///< of what its bytes take at the memory's rate
 };
 
 /// Which block does what. If the number of tiles is a multiple of that of blocks, no tile is
@@ -587,7 +587,7 @@ class Fp32Product {
     offer<Fp32Tile<128, 256, 16, 8, 16, 3, 1, 1, true, 1>, kAligned>();
     offer<Fp32Tile<64, 128, 32, 8, 8, 4, 2, 2, true, 3>, kAligned>();
     offer<Fp32Tile<64, 64, 32, 8, 8, 3, 4, 2, true, 2>, kAligned>();
-    if (!kAligned) offer<Fp32Tile<64, 64, 32, 8, 8, 3, 4, 2, kAligned, 4>, kAligned>();
+    if (!kAligned) offer<Fp32Tile<64, 128, 32, 8, 8, 4, 2, 2, kAligned, 6>, kAligned>();
     offer<Fp32Tile<32, 64, 64, 8, 8, 3, 8, 2, kAligned, 4>, kAligned>();
     offer<Fp32Tile<32, 32, 64, 8, 4, 3, 8, 3, kAligned, 4>, kAligned>();
     offer_blocks<Fp32Block<32, 64, 16, 4, 4, 8, 4>, kAligned, kAligned>();
