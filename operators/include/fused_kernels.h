@@ -128,9 +128,8 @@ FK_API int fk_product_workspace(const fk_product* product, size_t* bytes);
  * 2^24; batch is at most 2^20. With a batch of one its strides are not looked at. Else each is at
  * most 2^40, and a multiple of 16 bytes or, where rows are dense, of the rows' length; matrices of
  * c may lie one after another, or side by side, but not overlap. A factor that is transposed is
- * copied into the workspace first, unless the way says otherwise; of FK_FLOAT32 so is one whose
- * rows are not dense, and such a result comes from there. Type: that of the description for all
- * three; added up in fp32. The last three types are fp32 in memory. FK_FLOAT32 is multiplied in
+ * copied into the workspace first, unless the way says otherwise. Type: that of the description for
+ * all three; added up in fp32. The last three types are fp32 in memory. FK_FLOAT32 is multiplied in
  * fp32. FK_TF32 is multiplied on tensor cores, which get the elements of a and b rounded to TF32:
  * 11 bits instead of 24, of which the first is a 1 that is not stored. FK_TF32X3 gives them each
  * element as the sum of two such numbers, in three products. Take the sum of the absolute values of

@@ -126,44 +126,6 @@ void check_backward(const fk_product& product) {
                {"depth", product.depth, std::min<int64_t>(most, 1 << 26)}});
 }
 
-/// In FK_FLOAT32. Its kernels read and write dense rows: a matrix whose rows are apart is copied
-/// before, or after.
-std::vector<operators::Way> fp32_ways(const Caller& caller, const Memory<float>& a,
-                                      const Memory<float>& b, const Memory<float>& c,
-                                      ProductShape shape, RowStrides strides) {
-  using Rows = RowsOf<float>;
-  std::vector<std::function<void()>> before, after;
-  double bytes = 0;
-  const auto dense = [&](const Memory<float>& of, int64_t rows, int64_t cols, int64_t stride,
-                         bool is_result) {
-    if (stride == 0 || stride == cols) return of;
-    const Memory<float> copy = caller.workspace.any<float>(static_cast<size_t>(rows * cols));
-    (is_result ? after : before).push_back([=, stream = caller.stream] {
-      const Rows apart{of, 1, rows, cols, stride, 0}, together{copy, 1, rows, cols, cols, 0};
-      const Rows &from = is_result ? together : apart, &to = is_result ? apart : together;
-      launch_copy_rows<float>({from.data, 1, rows, cols, from.stride, 0}, to, stream);
-    });
-    bytes += 8 * static_cast<double>(rows * cols);
-    return copy;
-  };
-  const Memory<float> own_a = dense(a, shape.rows, shape.depth, strides.a, false),
-                      own_b = dense(b, shape.depth, shape.cols, strides.b, false),
-                      own_c = dense(c, shape.rows, shape.cols, strides.c, true);
-  std::vector<operators::Way> ways = Fp32Product(caller, own_a, own_b, own_c, shape).ways();
-  if (before.empty() && after.empty()) return ways;
-  const auto copies = static_cast<double>(before.size() + after.size());
-  for (operators::Way& way : ways) {
-    way.name += "; rows copied";
-    way.microseconds += copies * operators::kNextLaunch + bytes / operators::memory_rate();
-    way.launch = [before, after, multiply = std::move(way.launch)] {
-      for (const auto& copy : before) copy();
-      multiply();
-      for (const auto& copy : after) copy();
-    };
-  }
-  return ways;
-}
-
 /// What multiplies in the description's type. Of a factor that lies transposed Hopper needs no copy
 /// in the types of 2 bytes.
 template <typename T>
@@ -179,10 +141,9 @@ Multiplies<T> multiplies_of(const fk_product& product) {
             } else if (type == FK_TF32X3) {
               return Tf32Product<Math::split>(caller, a, b, c, shape, strides).ways();
             } else {
-              return fp32_ways(caller, a, b, c, shape, strides);
+              return Fp32Product(caller, a, b, c, shape, strides).ways();
             }
           },
-      .dense_rows = is_fp32(product),
       .as_they_lie = {},
       .at_once =
           [type = product.type](const Caller& caller, const Matrices<T>& a, const Matrices<T>& b,
@@ -423,7 +384,7 @@ std::vector<operators::Way> operators::library::product_steps(
 std::vector<operators::Way> operators::library::fp32_product_ways(
     const Caller& caller, const Memory<float>& a, const Memory<float>& b, const Memory<float>& c,
     ProductShape shape, RowStrides strides) {
-  return fp32_ways(caller, a, b, c, shape, strides);
+  return Fp32Product(caller, a, b, c, shape, strides).ways();
 }
 
 const Function operators::library::product_forward =

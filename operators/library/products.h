@@ -26,7 +26,7 @@ std::vector<Way> half_product_ways(const Caller& caller, const Memory<T>& a, con
                                    const Memory<T>& c, product::ProductShape shape,
                                    product::RowStrides strides);
 /// The same of fp32, multiplied in TF32, or by three such products (see product::Tf32Product), or
-/// in fp32 (see product::Fp32Product), where rows that are apart are copied.
+/// in fp32 (see product::Fp32Product).
 ProductFunction<float> tf32_product_ways, tf32x3_product_ways, fp32_product_ways;
 /// The ways to compute c = a b where one factor lies transposed: a if `of_a`, else b. `type` is one
 /// of fk_type; strides are those of rows in memory, and never 0. What does not read the factor as

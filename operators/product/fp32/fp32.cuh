@@ -1,7 +1,7 @@
 // C = A B in true fp32, for any shape, on any GPU: lesson 2's last kernel, with tiles and a
 // division of the work that suit the shape.
 //
-//     A (rows x depth), B (depth x cols), C (rows x cols): fp32, dense, row-major
+//     A (rows x depth), B (depth x cols), C (rows x cols): fp32, row-major
 //
 // Where lesson 2's kernel is slow, and what helps there:
 //
@@ -22,7 +22,8 @@
 //     as much as 128 rows. And only one block with such a tile fits on a multiprocessor, but two
 //     with 64 x 128: one multiplies while the other waits at a barrier.
 //   - Few tiles, and a long k. Of 96 x 243 elements there are 8 tiles of 64 x 64: there a tile gets
-//     as many blocks as there is room for, each a range of k.
+//     as many blocks as there is room for, each a range of k. Up to eight blocks may be a cluster:
+//     then their sums do not go through memory (meeting.cuh).
 //   - Small tiles. 512 x 512 elements are only 32 tiles of 64 x 128, but 64 of 64 x 64. There each
 //     of 256 threads would own 4 x 4 elements, with twice the reads for a multiply-add. So a thread
 //     owns 8 x 8 elements, and 64 threads are enough. A block has four such groups, called slices:
@@ -33,11 +34,9 @@
 //     For a small one that launch would take longer than it saves, and B is copied by single
 //     floats. A always is, since it is transposed on the way.
 //   - Short sums. Small blocks, of which a multiprocessor has many, compute them (blocks.cuh).
-//   - Copies that come all at once. Where two blocks are on a multiprocessor, or where B is copied
-//     by single floats, a thread starts a few copies beside each k that it multiplies. The others
-//     have no registers left for that, and start all copies of a step at its beginning.
 //
-// An estimate says which way should be the fastest (see Way).
+// What all of them do in a step says steps.cuh. An estimate says which way should be the fastest
+// (see Way).
 #pragma once
 
 #include <algorithm>
@@ -53,8 +52,8 @@
 #include "operators/estimate.h"
 #include "operators/product/fp32/blocks.cuh"
 #include "operators/product/fp32/lanes.cuh"
+#include "operators/product/fp32/steps.cuh"
 #include "operators/product/shape.h"
-#include "primitives/async_copy.cuh"
 #include "primitives/early_launch.cuh"
 #include "primitives/launch.h"
 #include "primitives/row_parts.cuh"
@@ -69,154 +68,53 @@ inline constexpr int kFp32Threads = 256;  ///< of a block, whatever its tile
 /// A block's tile has BM x BN elements of C, of which a thread owns TM x TN, and a step BK of k.
 /// kStages pairs of tiles of A and B are in shared memory.
 template <int BM_, int BN_, int BK_, int TM_, int TN_, int kStages_, int kSlices_, int kResident_,
-          bool kAligned_, bool kSpread_ = false>
+          bool kAligned_, int kGroups_>
 struct Fp32Tile {
   static constexpr int BM = BM_, BN = BN_, BK = BK_, TM = TM_, TN = TN_, kStages = kStages_;
   static constexpr int kSlices = kSlices_;      ///< groups of threads that divide each step's k
   static constexpr int kResident = kResident_;  ///< blocks for which a multiprocessor has registers
   static constexpr bool kAligned = kAligned_;   ///< B, or its copy, has rows aligned to 16 bytes
-  static constexpr bool kSpread = kSpread_;  ///< copies start one by one, between multiplications
+  static constexpr int kGroups = kGroups_;      ///< of a thread's copies of a step
+  static constexpr int kThreads = kFp32Threads;
   static constexpr int kThreadsX = BN / TN, kThreadsY = BM / TM;
   static constexpr int kSliceThreads = kThreadsX * kThreadsY;
   static_assert(kSlices * kSliceThreads == kFp32Threads);
-  /// In shared memory are kStages tiles of A, transposed, then kStages of B.
+  /// In shared memory are kStages times a tile of A, transposed, and one of B.
   static constexpr int kStrideA = BM + 4, kTileA = BK * kStrideA, kTileB = BK * BN;
   static constexpr int kTiles = kStages * (kTileA + kTileB);
   /// Where the warps turn results into rows: beside the tiles; or in their place,
   /// behind the largest of what slices give each other (add_slices).
-  static constexpr int kRowsAt = kSlices == 1 ? kTiles : TM * TN / 2 * kFp32Threads;
+  static constexpr int kWarps = kFp32Threads / 32, kSliceWarps = kSliceThreads / 32;
+  using Meeting = Fp32Meeting<kWarps, TM * TN / kSlices / 4>;
+  static constexpr int kRowsAt =
+      kSlices == 1 ? kTiles : std::max(TM * TN / 2 * kFp32Threads, Meeting::kFloats);
   using Lanes = Fp32Lanes<8>;
-  static constexpr int kShared = std::max(kTiles, kRowsAt + kFp32Threads / 32 * Lanes::kFloats);
-  static constexpr int kSharedBytes = kShared * static_cast<int>(sizeof(float));
+  /// Behind it are the barriers of a cluster.
+  static constexpr int kShared = std::max(kTiles, kRowsAt + kWarps * Lanes::kFloats);
+  static constexpr int kSharedBytes = kShared * static_cast<int>(sizeof(float)) + 16;
 
-  /// Which slice this thread belongs to, and where it stands among the others of that.
-  static __device__ int slice() { return kSlices == 1 ? 0 : threadIdx.x / kSliceThreads; }
-  static __device__ int warp() {
-    return (kSlices == 1 ? threadIdx.x : threadIdx.x % kSliceThreads) / 32;
+  /// Which slice this thread belongs to, and where it stands among the others of that; or would
+  /// stand if it were of that warp.
+  static __device__ int slice(int warp = threadIdx.x / 32) {
+    return kSlices == 1 ? 0 : warp / kSliceWarps;
   }
-  static __device__ int x() { return warp() % (kThreadsX / 8) * 8 + Lanes::x(); }
-  static __device__ int y() { return warp() / (kThreadsX / 8) * 4 + Lanes::y(); }
+  static __device__ int x(int warp = threadIdx.x / 32) {
+    return warp % kSliceWarps % (kThreadsX / 8) * 8 + Lanes::x();
+  }
+  static __device__ int y(int warp = threadIdx.x / 32) {
+    return warp % kSliceWarps / (kThreadsX / 8) * 4 + Lanes::y();
+  }
 };
 
-/// What is multiplied. From a row of B to the next it is `pitch` numbers.
-struct Fp32Operands {
-  const float *A, *B;
-  float* C;
-  ProductShape shape;
-  int pitch;
-};
-
-/// Multiplies steps `begin` to `end` of the tile of C at (row0, col0); finish(sum) says what
-/// becomes of a thread's sums.
-///
-/// Where to copy from is worked out once, and a step only moves on two pointers. Nothing checks for
-/// the edges of the matrix: a row or column outside is replaced by one inside, since what it
-/// contributes to is never stored: a row by the last one. (It takes long if many threads copy the
-/// same number. Tiles with slices therefore replace a column of B beyond the right edge by one as
-/// far from the left edge.) Only along k, which is summed over, zeros are needed.
-template <class Tile, class Finish>
-__device__ void multiply_fp32_steps(float* tiles, const Fp32Operands& of, int row0, int col0,
-                                    int begin, int end, Finish finish) {
-  const int depth = of.shape.depth, pitch = of.pitch;
-  const int x = Tile::x(), y = Tile::y();
-  constexpr int BM = Tile::BM, BN = Tile::BN, BK = Tile::BK, TM = Tile::TM, TN = Tile::TN;
-  constexpr int kStages = Tile::kStages, kStrideA = Tile::kStrideA, kSlices = Tile::kSlices;
-  float* a_tiles = tiles;
-  float* b_tiles = tiles + kStages * Tile::kTileA;
-
-  // A is transposed on the way, so it is copied by single floats; B by kWidth. At once the block's
-  // threads cover 16 columns of kRowsA rows of the tile of A, and kRowsB rows of the tile of B.
-  constexpr int kWidth = Tile::kAligned ? 4 : 1;
-  constexpr int kRowsA = kFp32Threads / 16, kRowsB = kFp32Threads / (BN / kWidth);
-  const int a_row = threadIdx.x / 16, a_k = threadIdx.x % 16;
-  const int b_k = threadIdx.x / (BN / kWidth), b_col = threadIdx.x % (BN / kWidth) * kWidth;
-  const float* a_from = of.A + static_cast<size_t>(row0) * depth + begin * BK + a_k;
-  const int b_at = kSlices > 1 ? (col0 + b_col) % pitch : min(col0 + b_col, pitch - kWidth);
-  const float* b_from = of.B + static_cast<size_t>(begin * BK + b_k) * pitch + b_at;
-  int a_offset[BM / kRowsA];
-#pragma unroll
-  for (int i = 0; i < BM / kRowsA; ++i) {
-    a_offset[i] = (min(row0 + a_row + i * kRowsA, of.shape.rows - 1) - row0) * depth;
-  }
-  // A thread's copies of a step, one after the other: first those of A.
-  constexpr int kCopiesA = BM / kRowsA * (BK / 16), kCopies = kCopiesA + BK / kRowsB;
-  const auto copy = [&](int step, int number) {
-    const int stage = step % kStages, k_left = depth - step * BK;
-    if (number < kCopiesA) {
-      const int i = number / (BK / 16), k = number % (BK / 16) * 16;
-      float* a_to = a_tiles + stage * Tile::kTileA + a_k * kStrideA + a_row;
-      copy_async<4>(a_to + i * kRowsA + k * kStrideA, a_from + a_offset[i] + k, a_k + k < k_left);
-    } else {
-      const int i = number - kCopiesA;
-      float* b_to = b_tiles + stage * Tile::kTileB + b_k * BN + b_col;
-      copy_async<4 * kWidth>(b_to + i * kRowsB * BN, b_from + i * kRowsB * pitch,
-                             b_k + i * kRowsB < k_left);
-    }
-  };
-  const auto move_on = [&] {
-    a_from += BK;
-    b_from += static_cast<size_t>(BK) * pitch;
-  };
-  const auto copy_tiles = [&](int step) {
-#pragma unroll
-    for (int number = 0; number < kCopies; ++number) copy(step, number);
-    move_on();
-  };
-
-  for (int step = begin; step < begin + kStages - 1; ++step) {
-    if (step < end) copy_tiles(step);
-    copy_async_commit();
-  }
-  float sum[TM][TN] = {};
-  float a[2][TM], b[2][TN];                    // of this k, and of the next
-  constexpr int kDepth = BK / kSlices;         // so many k of each step belong to one slice
-  const int first_k = kDepth * Tile::slice();  // where those of this thread's slice begin
-  for (int step = begin; step < end; ++step) {
-    copy_async_wait<kStages - 2>();
-    __syncthreads();
-    const float* a_tile = a_tiles + step % kStages * Tile::kTileA + first_k * kStrideA + 4 * y;
-    const float* b_tile = b_tiles + step % kStages * Tile::kTileB + first_k * BN + 4 * x;
-    const auto load = [&](int k) {
-#pragma unroll
-      for (int i = 0; i < TM; i += 4) {
-        *reinterpret_cast<float4*>(&a[k % 2][i]) =
-            *reinterpret_cast<const float4*>(a_tile + k * kStrideA + i * Tile::kThreadsY);
-      }
-#pragma unroll
-      for (int j = 0; j < TN; j += 4) {
-        *reinterpret_cast<float4*>(&b[k % 2][j]) =
-            *reinterpret_cast<const float4*>(b_tile + k * BN + j * Tile::kThreadsX);
-      }
-    };
-    const int ahead = step + kStages - 1;
-    load(0);
-    if (!Tile::kSpread && ahead < end) copy_tiles(ahead);
-    if (!Tile::kSpread) copy_async_commit();
-#pragma unroll
-    for (int k = 0; k < kDepth; ++k) {
-      if (k + 1 < kDepth) load(k + 1);
-      if constexpr (Tile::kSpread) {
-        constexpr int kWith = kDepth - 1;  // k that have copies beside them; the last has none
-#pragma unroll
-        for (int i = k * kCopies / kWith; i < min((k + 1) * kCopies / kWith, kCopies); ++i) {
-          if (ahead < end) copy(ahead, i);
-        }
-      }
-#pragma unroll
-      for (int i = 0; i < TM; ++i) {
-#pragma unroll
-        for (int forth = 0; forth < TN; ++forth) {
-          const int j = i % 2 == 0 ? forth : TN - 1 - forth;
-          sum[i][j] += a[k % 2][i] * b[k % 2][j];
-        }
-      }
-    }
-    if constexpr (Tile::kSpread) {
-      if (ahead < end) move_on();
-      copy_async_commit();
-    }
-  }
-  finish(sum);
+/// Stores four neighbours of row `own` of those that are left to a thread of that warp.
+template <class Tile, bool kAligned>
+__device__ void store_fp32_four(float* tiles, float4 four, int warp, int own, int j,
+                                const Fp32Operands& to, int row0, int col0) {
+  const int i = own + Tile::TM / Tile::kSlices * Tile::slice(warp);
+  float* const of_warp = tiles + Tile::kRowsAt + threadIdx.x / 32 * Tile::Lanes::kFloats;
+  Tile::Lanes::template store<kAligned, Tile::kAligned>(
+      of_warp, four, to, row0 + i / 4 * 4 * Tile::kThreadsY + i % 4, Tile::y(warp),
+      col0 + j * Tile::kThreadsX, Tile::x(warp));
 }
 
 /// Stores a thread's sums. Of a tile with several slices only kOwn of the TM rows are left to the
@@ -227,17 +125,12 @@ __device__ void multiply_fp32_steps(float* tiles, const Fp32Operands& of, int ro
 template <class Tile, bool kAligned, int kOwn>
 __device__ void store_fp32_sums(float* tiles, const float (&sum)[kOwn][Tile::TN],
                                 const Fp32Operands& to, int row0, int col0) {
-  float* const of_warp = tiles + Tile::kRowsAt + threadIdx.x / 32 * Tile::Lanes::kFloats;
 #pragma unroll
   for (int own = 0; own < kOwn; ++own) {
-    const int i = own + kOwn * Tile::slice();
-    const int first_row = row0 + i / 4 * 4 * Tile::kThreadsY + i % 4;
 #pragma unroll
     for (int j = 0; j < Tile::TN; j += 4) {
-      const float4 four = *reinterpret_cast<const float4*>(&sum[own][j]);
-      Tile::Lanes::template store<kAligned, Tile::kAligned>(of_warp, four, to.C, to.shape,
-                                                            first_row, Tile::y(),
-                                                            col0 + j * Tile::kThreadsX, Tile::x());
+      store_fp32_four<Tile, kAligned>(tiles, *reinterpret_cast<const float4*>(&sum[own][j]),
+                                      threadIdx.x / 32, own, j, to, row0, col0);
     }
   }
 }
@@ -250,34 +143,38 @@ struct Fp32Piece {
 
 /// What costs a multiprocessor cycles: fitted to shapes drawn at random, on an H200.
 struct Fp32Costs {
-  static constexpr double kMultiply = 1.037;   ///< of what 128 multiply-adds a cycle take
-  static constexpr double kCopies = 1.035;     ///< of a warp's copy, of A by 4 bytes, of B by 16
-  static constexpr double kNarrowCopy = 4.1;   ///< of a warp, of 4 bytes a thread where 16 would do
-  static constexpr double kStep = 118;         ///< of each step
-  static constexpr double kSpreadStep = 28.5;  ///< the same where its copies are spread
-  static constexpr double kAlone = 144;        ///< more, where no other block works meanwhile
-  static constexpr double kTile = 740;         ///< of each tile
-  static constexpr double kStored = 0.364;     ///< of a number of C
-  static constexpr double kNarrowStore = 0.392;  ///< more, where it is stored one by one
-  static constexpr double kShared = 0.011;       ///< of a number of a shared tile
-  static constexpr double kPiece = 0.03;         ///< the same for each piece
-  static constexpr double kLaunch = 0.9;         ///< microseconds
-  static constexpr double kHandover = 5;         ///< of shared tiles, and of writing zeros for it
-  static constexpr double kCopy = 1;             ///< of the launch that copies B
-  static constexpr double kCopied = 1.8;         ///< of what its bytes take at the memory's rate
+  static constexpr double kMultiply = 0.874;     ///< of what 128 multiply-adds a cycle take
+  static constexpr double kNarrowCopy = 1.75;    ///< of a warp's copy, of 4 bytes a thread
+  static constexpr double kCopy = 4.03;          ///< the same of 16
+  static constexpr double kStep = 102;           ///< of each step
+  static constexpr double kAtOnce = 848;         ///< the same where all its copies start together
+  static constexpr double kAlone = 59.9;         ///< more, where no other block works meanwhile
+  static constexpr double kTile = 1088;          ///< of each tile, or two of clusters
+  static constexpr double kStored = 0.169;       ///< of a number of C
+  static constexpr double kNarrowStore = 0.642;  ///< more, where it is stored one by one
+  static constexpr double kShared = 0.239;       ///< of a number of a tile that is shared in memory
+  static constexpr double kPiece = 0.0277;       ///< the same for each piece
+  static constexpr double kMeet = 2153;          ///< of a cluster
+  static constexpr double kSent = 0.272;         ///< of a number that is sent to another block
+  static constexpr double kLaunch = 1.95;        ///< microseconds
+  static constexpr double kHandover = 5.57;      ///< of shared tiles, and of writing zeros for it
+  static constexpr double kCopyB = 3.1;          ///< of the launch that copies B
+  static constexpr double kCopied = 1.57;        ///< of what its bytes take at the memory's rate
 };
 
 /// Which block does what. If the number of tiles is a multiple of that of blocks, no tile is
 /// shared. Else each block first takes whole tiles, while tiles for two more rounds are left:
 /// blocks at work together then read neighbouring tiles at the same k. The steps of the other tiles
 /// form a line, one tile after the other. Each block gets one range of the line, and all ranges are
-/// equally long. A piece is the part of a range that is inside of one tile.
+/// equally long. A piece is the part of a range that is inside of one tile. Or the blocks of a
+/// cluster have equal ranges of one tile, and no block has a second one.
 template <class Tile>
 struct Fp32Timetable {
   int cols;                 ///< tiles beside each other
   int steps;                ///< of a tile
   int whole;                ///< so many tiles are not shared, those with the lowest numbers
   int blocks, each, rest;   ///< a block has `each` steps of the line, the first `rest` one more
+  int ranges = 1;           ///< that a tile has, if these are of a cluster
   double microseconds = 0;  ///< that this should take
 
   static int64_t tiles_of(const ProductShape& shape) {
@@ -297,34 +194,45 @@ struct Fp32Timetable {
     const int pieces = std::min(ceil_div(blocks, tiles) + !even, steps);
     const int crowd = ceil_div(blocks, sms);  // blocks that share a multiprocessor
     using Costs = Fp32Costs;
-    constexpr double kNumbers = Tile::BM * Tile::BN;
-    constexpr double kBusy = Costs::kMultiply * kNumbers * Tile::BK / 128 +
-                             Costs::kCopies * (Tile::BM + Tile::BN / 4.0) * Tile::BK / 32 +
-                             (Tile::kAligned ? 0 : Costs::kNarrowCopy * 0.75 * Tile::kTileB / 32) +
-                             (Tile::kSpread ? Costs::kSpreadStep : Costs::kStep);
-    constexpr double kAlone = kBusy + (Tile::kResident > 1 ? Costs::kAlone : 0);
-    const bool one_by_one = shape.cols % 4 != 0 && !Tile::kAligned;
-    double work =
-        std::ceil(1.0 * tiles * steps / blocks) * std::max(kAlone, crowd * kBusy) +
-        ceil_div(tiles, blocks) * crowd *
-            (Costs::kTile + kNumbers * (Costs::kStored + (one_by_one ? Costs::kNarrowStore : 0)));
+    double work = std::ceil(1.0 * tiles * steps / blocks) * cycles_of_step(crowd) +
+                  ceil_div(tiles, blocks) * crowd * (Costs::kTile + kNumbers * stored(shape));
     if (shares_tiles()) work += crowd * kNumbers * (Costs::kShared + pieces * Costs::kPiece);
-    const double bytes = 4.0 * (1.0 * shape.rows * shape.depth + 1.0 * shape.depth * shape.cols +
-                                1.0 * shape.rows * shape.cols);
-    microseconds = Costs::kLaunch + std::max(work / cycles(), bytes / memory_rate()) +
-                   (shares_tiles() ? Costs::kHandover : 0);
+    microseconds = microseconds_of(shape, work) + (shares_tiles() ? Costs::kHandover : 0);
+  }
+
+  /// Each tile has a cluster of so many blocks.
+  static Fp32Timetable of_clusters(const ProductShape& shape, int sms, int ranges) {
+    using Costs = Fp32Costs;
+    const auto tiles = static_cast<int>(tiles_of(shape));
+    Fp32Timetable plan(shape, sms, tiles);
+    plan.ranges = ranges;
+    plan.blocks = tiles * ranges;
+    const int resident = resident_fp32_blocks<Tile>();
+    const int64_t blocks = fp32_crowd(tiles, ranges, resident);
+    const int left = static_cast<int>(blocks % resident);
+    const auto rounds = static_cast<double>(blocks / resident);
+    const double work =
+        ceil_div(plan.steps, ranges) *
+            (rounds * cycles_of_step(resident) + (left > 0 ? cycles_of_step(left) : 0)) +
+        static_cast<double>(blocks) *
+            (Costs::kTile / 2 + kNumbers * (stored(shape) / ranges + Costs::kSent)) +
+        (rounds + (left > 0 ? 1 : 0)) * Costs::kMeet;
+    plan.microseconds = microseconds_of(shape, work);
+    return plan;
   }
 
   /// With the two numbers of blocks that should be the best: where each tile gets the same number
   /// of them, and where each multiprocessor does. At most `capacity` run at the same time.
-  static std::vector<Fp32Timetable> plans(const ProductShape& shape, int sms, int capacity) {
+  /// And with clusters of each number of blocks, if there are clusters.
+  static std::vector<Fp32Timetable> plans(const ProductShape& shape, int sms, int capacity,
+                                          bool clusters) {
     const int64_t tiles = tiles_of(shape), steps = steps_of(shape);
     if (tiles * steps > INT_MAX - capacity) return {};
-    const int64_t most = std::min<int64_t>(capacity, tiles * steps);
+    const int64_t most_blocks = std::min<int64_t>(capacity, tiles * steps);
     std::vector<Fp32Timetable> plans;
     const auto add_best = [&](int64_t unit) {
       std::optional<Fp32Timetable> best;
-      for (int64_t count = unit; count <= most; count += unit) {
+      for (int64_t count = unit; count <= most_blocks; count += unit) {
         const Fp32Timetable plan(shape, sms, static_cast<int>(count));
         if (!best || plan.microseconds < best->microseconds) best = plan;
       }
@@ -332,9 +240,15 @@ struct Fp32Timetable {
     };
     add_best(tiles);
     if (sms % tiles != 0) add_best(sms);
+    if (!clusters || Tile::kSlices == 1 || tiles * kMostFp32Ranges > INT_MAX) return plans;
+    const auto most = std::min<int64_t>({kMostFp32Ranges, sms, steps});
+    for (int ranges = 2; ranges <= most; ++ranges) {
+      plans.push_back(of_clusters(shape, sms, ranges));
+    }
     return plans;
   }
 
+  /// Through memory.
   bool shares_tiles() const { return each > 0; }
 
   /// Where on the line the range of block number `block` begins, and that of the block before it
@@ -349,6 +263,14 @@ struct Fp32Timetable {
 
   /// What block number `block` does after i other pieces. Nothing: begin = end.
   __device__ Fp32Piece piece(int block, int i) const {
+    if (ranges > 1) {
+      const int rank = block % ranges;
+      const auto start = [&](int of) {
+        return static_cast<int>(static_cast<int64_t>(steps) * of / ranges);
+      };
+      return i > 0 ? Fp32Piece{}
+                   : Fp32Piece{block / ranges, start(rank), start(rank + 1), block, block};
+    }
     const int tile = block + i * blocks;
     if (tile < whole) return {tile, 0, steps, block, block};
     const int from = start(block), to = start(block + 1);
@@ -360,6 +282,28 @@ struct Fp32Timetable {
 
   /// The first row (y) and column (x) of a tile.
   __device__ int2 place(int tile) const { return {tile % cols * Tile::BN, tile / cols * Tile::BM}; }
+
+ private:
+  static constexpr double kNumbers = Tile::BM * Tile::BN;
+
+  /// Of a step of all blocks of a multiprocessor.
+  static double cycles_of_step(int crowd) {
+    using Costs = Fp32Costs;
+    constexpr double kNarrow = Tile::BM + (Tile::kAligned ? 0 : Tile::BN),
+                     kWide = Tile::kAligned ? Tile::BN / 4.0 : 0;
+    constexpr double kBusy = Costs::kMultiply * kNumbers * Tile::BK / 128 +
+                             (Costs::kNarrowCopy * kNarrow + Costs::kCopy * kWide) * Tile::BK / 32 +
+                             (Tile::kGroups > 1 ? Costs::kStep : Costs::kAtOnce);
+    return std::max(kBusy + (Tile::kResident > 1 ? Costs::kAlone : 0), crowd * kBusy);
+  }
+  /// Of a number of C.
+  static double stored(const ProductShape& shape) {
+    const bool one_by_one = shape.cols % 4 != 0 && !Tile::kAligned;
+    return Fp32Costs::kStored + (one_by_one ? Fp32Costs::kNarrowStore : 0);
+  }
+  static double microseconds_of(const ProductShape& shape, double work) {
+    return Fp32Costs::kLaunch + std::max(work / cycles(), fp32_microseconds_to_read(shape));
+  }
 };
 
 /// How the sums of a tile's pieces come together. A range has at most two pieces that are not whole
@@ -465,14 +409,26 @@ __device__ void add_slices(float* shared, float (&sum)[TM][TN], Finish finish) {
 template <class Tile, bool kAligned>
 __device__ __noinline__ void multiply_fp32_piece(float* tiles, Fp32Operands of,
                                                  Fp32Handover<Tile::BM * Tile::BN> handover,
-                                                 int2 place, Fp32Piece piece) {
+                                                 typename Tile::Meeting meeting, int2 place,
+                                                 Fp32Piece piece) {
   const auto finish = [&](auto& sum) {
+#if CLUSTER_CODE
+    if constexpr (Tile::kSlices > 1) {
+      if (meeting.ranges > 1) {
+        meeting.add_up(sum, [&](int warp, int number, float4 four) {
+          store_fp32_four<Tile, kAligned>(tiles, four, warp, number / (Tile::TN / 4),
+                                          number % (Tile::TN / 4) * 4, of, place.y, place.x);
+        });
+        return;
+      }
+    }
+#endif
     if (piece.first < piece.last && !handover.add_up(sum, piece)) return;
     store_fp32_sums<Tile, kAligned>(tiles, sum, of, place.y, place.x);
   };
-  multiply_fp32_steps<Tile>(tiles, of, place.y, place.x, piece.begin, piece.end, [&](auto& sum) {
-    add_slices<Tile::kSlices, kFp32Threads / 2>(tiles, sum, finish);
-  });
+  float sum[Tile::TM][Tile::TN] = {};
+  add_fp32_steps<Tile, Tile::kAligned>(tiles, of, place.y, place.x, piece.begin, piece.end, sum);
+  add_slices<Tile::kSlices, kFp32Threads / 2>(tiles, sum, finish);
 }
 
 /// A block does its pieces, one after the other. Sums stay in registers, and only those of a shared
@@ -482,13 +438,19 @@ __global__ void __launch_bounds__(kFp32Threads, Tile::kResident)
     fp32_product(Fp32Operands of, Fp32Timetable<Tile> timetable,
                  Fp32Handover<Tile::BM * Tile::BN> handover) {
   extern __shared__ __align__(16) float fp32_tiles[];
+  const typename Tile::Meeting meeting = {
+      fp32_tiles, reinterpret_cast<Barrier*>(fp32_tiles + Tile::kShared),
+      static_cast<int>(blockIdx.x) % timetable.ranges, timetable.ranges};
+#if CLUSTER_CODE
+  if (Tile::kSlices > 1 && timetable.ranges > 1) meeting.prepare();
+#endif
   if (!handover.waits) wait_for_previous_kernel();
   for (int i = 0;; ++i) {
     const Fp32Piece piece = timetable.piece(blockIdx.x, i);
     if (piece.begin == piece.end) return;
     const int2 place = timetable.place(piece.tile);
     __syncthreads();  // All have read the last tiles of the piece before.
-    multiply_fp32_piece<Tile, kAligned>(fp32_tiles, of, handover, place, piece);
+    multiply_fp32_piece<Tile, kAligned>(fp32_tiles, of, handover, meeting, place, piece);
   }
 }
 
@@ -498,16 +460,16 @@ __global__ void __launch_bounds__(kFp32Threads, Tile::kResident)
 template <int kThreads, int kRows>
 __global__ void __launch_bounds__(kThreads)
     align_fp32_rows(const float* __restrict__ from, float* __restrict__ to, int rows, int cols,
-                    int pitch, unsigned* zeros, int count) {
+                    int from_pitch, int pitch, unsigned* zeros, int count) {
   const int row0 = static_cast<int>(blockIdx.x) * kRows, left = rows - row0;
-  from += static_cast<size_t>(row0) * cols;
+  from += static_cast<size_t>(row0) * from_pitch;
   to += static_cast<size_t>(row0) * pitch;
   const int across = static_cast<int>(gridDim.y) * kThreads;
   for (int col = static_cast<int>(blockIdx.y) * kThreads + threadIdx.x; col < cols; col += across) {
     float values[kRows];
 #pragma unroll
     for (int i = 0; i < kRows; ++i) {
-      values[i] = i < left ? from[static_cast<size_t>(i) * cols + col] : 0;
+      values[i] = i < left ? from[static_cast<size_t>(i) * from_pitch + col] : 0;
     }
 #pragma unroll
     for (int i = 0; i < kRows; ++i) {
@@ -533,7 +495,8 @@ __global__ void __launch_bounds__(kThreads) write_fp32_zeros(unsigned* to, int c
 struct Fp32Launches {
   Memory<float> A, B, C;
   ProductShape shape;
-  int pitch;  ///< of the copy of B
+  RowStrides strides;  ///< of dense rows, too
+  int pitch;           ///< of the copy of B
   cudaStream_t stream;
   /// What some ways need: the copy of B, and a Fp32Handover, of which the largest is allocated.
   struct Needed {
@@ -542,43 +505,71 @@ struct Fp32Launches {
   };
   std::shared_ptr<Needed> needed = std::make_shared<Needed>();
 
+  Fp32Operands operands(bool copied) const {
+    return {A,
+            copied ? needed->copy->data() : B.data(),
+            C,
+            shape,
+            static_cast<int>(strides.a),
+            copied ? pitch : static_cast<int>(strides.b),
+            static_cast<int>(strides.c)};
+  }
+
+  void align_b(unsigned* zeros, int count) const {
+    constexpr int kRows = 8;  // of B, that a block copies
+    const dim3 blocks(blocks_for(shape.depth, kRows),
+                      std::min(blocks_for(shape.cols, kFp32Threads), 1U << 15));
+    align_fp32_rows<kFp32Threads, kRows>
+        <<<blocks, kFp32Threads, 0, stream>>>(B, *needed->copy, shape.depth, shape.cols,
+                                              static_cast<int>(strides.b), pitch, zeros, count);
+  }
+
+  template <class Tile, bool kAlignedB, bool kAlignedC>
+  void launch_blocks(int blocks, int ranges) const {
+    constexpr bool kCopied = kAlignedB && !kAlignedC;
+    if (kCopied) align_b(nullptr, 0);
+    launch_clusters_on(stream, fp32_block_product<Tile, kAlignedB, kAlignedC>, ranges, !kCopied,
+                       blocks, Tile::kThreads, Tile::kSharedBytes, operands(kCopied), ranges);
+  }
+
   template <class Tile, bool kAligned>
   void launch(const Fp32Timetable<Tile>& plan) const {
     constexpr bool kCopied = Tile::kAligned && !kAligned;
-    constexpr int kRows = 8;  // of B, that a block copies
     const bool shares = plan.shares_tiles();
     Fp32Handover<Tile::BM * Tile::BN> handover{};
     if (shares) handover = {needed->sums->data(), needed->arrived->data(), !kCopied};
     const int zeros = shares ? plan.blocks : 0;
     if (kCopied) {
-      const dim3 blocks(blocks_for(shape.depth, kRows),
-                        std::min(blocks_for(shape.cols, kFp32Threads), 1U << 15));
-      align_fp32_rows<kFp32Threads, kRows><<<blocks, kFp32Threads, 0, stream>>>(
-          B, *needed->copy, shape.depth, shape.cols, pitch, handover.arrived, zeros);
+      align_b(handover.arrived, zeros);
     } else if (shares) {
       write_fp32_zeros<kFp32Threads>
           <<<blocks_for(zeros, kFp32Threads), kFp32Threads, 0, stream>>>(handover.arrived, zeros);
     }
-    const Fp32Operands of{A, kCopied ? needed->copy->data() : B.data(), C, shape,
-                          kCopied ? pitch : shape.cols};
+    const Fp32Operands of = operands(kCopied);
     // Not early among the blocks of the launch that copies B: these would find places on few
     // multiprocessors, two or three on each.
-    launch_clusters_on(stream, fp32_product<Tile, kAligned>, 1, !kCopied, plan.blocks, kFp32Threads,
-                       Tile::kSharedBytes, of, plan, handover);
+    launch_clusters_on(stream, fp32_product<Tile, kAligned>, plan.ranges, !kCopied, plan.blocks,
+                       kFp32Threads, Tile::kSharedBytes, of, plan, handover);
   }
 };
 
 /// The ways to compute the product of A and B. Sizes are at least 1, A and B may not overlap C. No
-/// way with tiles of which C has so many that their steps cannot be counted in 31 bits, whose rows
-/// of A are further apart than that, or that need more shared memory than a block of this device
-/// can have.
+/// way with tiles of which C has so many that their steps cannot be counted in 31 bits, or that
+/// need more shared memory than a block of this device can have.
 class Fp32Product {
  public:
   Fp32Product(const Caller& caller, Memory<float> A, Memory<float> B, Memory<float> C,
-              ProductShape shape)
+              ProductShape shape, RowStrides strides = {})
       : aligned_(shape.cols % 4 == 0),
-        launches_{std::move(A), std::move(B), std::move(C), shape, ceil_div(shape.cols, 32) * 32,
-                  caller.stream},
+        launches_{
+            std::move(A),
+            std::move(B),
+            std::move(C),
+            shape,
+            {strides.a != 0 ? strides.a : shape.depth, strides.b != 0 ? strides.b : shape.cols,
+             strides.c != 0 ? strides.c : shape.cols},
+            ceil_div(shape.cols, 32) * 32,
+            caller.stream},
         ways_(caller.search) {
     aligned_ ? offer_all<true>() : offer_all<false>();
     Fp32Launches::Needed& needed = *launches_.needed;
@@ -593,57 +584,59 @@ class Fp32Product {
  private:
   template <bool kAligned>
   void offer_all() {
-    offer<Fp32Tile<128, 256, 16, 8, 16, 3, 1, 1, true>, kAligned>();
-    offer<Fp32Tile<64, 128, 32, 8, 8, 4, 2, 2, true, true>, kAligned>();
-    offer<Fp32Tile<64, 64, 32, 8, 8, 3, 4, 2, true>, kAligned>();
-    offer<Fp32Tile<32, 32, 32, 8, 4, 6, 8, 3, kAligned>, kAligned>();
-    if (!kAligned) offer<Fp32Tile<64, 64, 32, 8, 8, 3, 4, 2, kAligned, true>, kAligned>();
-    offer_blocks<Fp32Block<32, 64, 16, 4, 4, 8>, kAligned>();
-    offer_blocks<Fp32Block<64, 64, 8, 4, 4, 5>, kAligned>();
-    offer_blocks<Fp32Block<64, 128, 16, 8, 3, 4>, kAligned>();
-    offer_blocks<Fp32Block<128, 32, 16, 4, 3, 4>, kAligned>();
+    offer<Fp32Tile<128, 256, 16, 8, 16, 3, 1, 1, true, 1>, kAligned>();
+    offer<Fp32Tile<64, 128, 32, 8, 8, 4, 2, 2, true, 3>, kAligned>();
+    offer<Fp32Tile<64, 64, 32, 8, 8, 3, 4, 2, true, 2>, kAligned>();
+    if (!kAligned) offer<Fp32Tile<64, 128, 32, 8, 8, 4, 2, 2, kAligned, 6>, kAligned>();
+    offer<Fp32Tile<32, 64, 64, 8, 8, 3, 8, 2, kAligned, 4>, kAligned>();
+    offer<Fp32Tile<32, 32, 64, 8, 4, 3, 8, 3, kAligned, 4>, kAligned>();
+    offer_blocks<Fp32Block<32, 64, 16, 4, 4, 8, 4>, kAligned, kAligned>();
+    offer_blocks<Fp32Block<64, 64, 16, 4, 3, 5, 4>, kAligned, kAligned>();
+    offer_blocks<Fp32Block<64, 128, 16, 8, 3, 4, 4>, kAligned, kAligned>();
+    if (!kAligned) offer_blocks<Fp32Block<64, 128, 16, 8, 3, 4, 4>, true, false>();
+    offer_blocks<Fp32Block<128, 32, 16, 4, 3, 4, 4>, kAligned, kAligned>();
   }
 
-  /// A block for each tile or, where tiles are few, a cluster.
-  template <class Tile, bool kAligned>
+  /// A block for each tile or, where tiles are few, a cluster. B's rows are aligned to 16 bytes
+  /// like C's, or because it is copied before.
+  template <class Tile, bool kAlignedB, bool kAlignedC>
   void offer_blocks() {
-    const auto kernel = fp32_block_product<Tile, kAligned>;
+    constexpr bool kCopied = kAlignedB && !kAlignedC;
+    const auto kernel = fp32_block_product<Tile, kAlignedB, kAlignedC>;
     const ProductShape& shape = launches_.shape;
     allow_shared_bytes(kernel, Tile::kSharedBytes);
     if (Tile::kSharedBytes > most_shared_bytes()) return;
-    if (int64_t{Tile::BM} * shape.depth > INT_MAX) return;
     const int64_t tiles = int64_t{ceil_div(shape.rows, Tile::BM)} * ceil_div(shape.cols, Tile::BN);
     const int most =
         !has_clusters(kernel)
             ? 1
             : std::min({kMostFp32Ranges, multiprocessors(), ceil_div(shape.depth, Tile::BK)});
-    for (int ranges = 1; ranges <= most; ranges *= 2) {
+    for (int ranges = 1; ranges <= most; ++ranges) {
       if (tiles * ranges > INT_MAX) return;
-      const double microseconds = fp32_block_microseconds<Tile, kAligned>(shape, ranges);
-      const WayId id = way_id({Tile::BM, Tile::BN, Tile::TM, Tile::TN, ranges});
+      const double microseconds =
+          fp32_block_microseconds<Tile, kAlignedB, kAlignedC>(shape, ranges);
+      const WayId id = way_id({Tile::BM, Tile::BN, Tile::TM, Tile::TN, ranges, kCopied});
       const bool wanted = ways_.offer(microseconds, id, [&] {
-        return Way{name_of_blocks<Tile>(ranges), microseconds,
-                   [of = launches_, ranges, blocks = static_cast<unsigned>(tiles * ranges)] {
-                     const Fp32Matrices matrices{of.A, of.B, of.C, of.shape};
-                     launch_clusters_on(of.stream, fp32_block_product<Tile, kAligned>, ranges, true,
-                                        blocks, Tile::kThreads, Tile::kSharedBytes, matrices,
-                                        ranges);
+        return Way{name_of_blocks<Tile>(ranges, kCopied), microseconds,
+                   [of = launches_, ranges, blocks = static_cast<int>(tiles * ranges)] {
+                     of.template launch_blocks<Tile, kAlignedB, kAlignedC>(blocks, ranges);
                    },
                    Tile::kSharedBytes};
       });
       if (!wanted) continue;
-      copied_ = ways_.most(copied_, false);  // It needs no memory.
-      blocks_ = ways_.most(blocks_, size_t{0});
+      copied_ = ways_.most(copied_, kCopied);
+      blocks_ = ways_.most(blocks_, size_t{0});  // It hands nothing over through memory.
       floats_ = ways_.most(floats_, size_t{0});
     }
   }
 
   /// "tile 64 x 64; of a thread: 8 x 4; blocks of a tile: 2"
   template <class Tile>
-  static std::string name_of_blocks(int ranges) {
+  static std::string name_of_blocks(int ranges, bool copied) {
     return "tile " + std::to_string(Tile::BM) + " x " + std::to_string(Tile::BN) +
            "; of a thread: " + std::to_string(Tile::TM) + " x " + std::to_string(Tile::TN) +
-           (ranges > 1 ? "; blocks of a tile: " + std::to_string(ranges) : "");
+           (ranges > 1 ? "; blocks of a tile: " + std::to_string(ranges) : "") +
+           (copied ? "; B copied" : "");
   }
 
   template <class Tile, bool kAligned>
@@ -653,16 +646,17 @@ class Fp32Product {
     const ProductShape& shape = launches_.shape;
     allow_shared_bytes(kernel, Tile::kSharedBytes);
     if (Tile::kSharedBytes > most_shared_bytes()) return;
-    if (int64_t{Tile::BM} * shape.depth > INT_MAX) return;
     const int sms = multiprocessors();
     const int capacity = resident_fp32_blocks<Tile>() * sms;
-    for (const auto& plan : Fp32Timetable<Tile>::plans(shape, sms, capacity)) {
+    for (const auto& plan :
+         Fp32Timetable<Tile>::plans(shape, sms, capacity, has_clusters(kernel))) {
       const double microseconds =
-          plan.microseconds + (kCopied ? Fp32Costs::kCopy + Fp32Costs::kCopied * 8.0 * shape.depth *
-                                                                shape.cols / memory_rate()
-                                       : 0);
-      const WayId id =
-          way_id({Tile::BM, Tile::BN, Tile::kSlices, plan.blocks, plan.shares_tiles(), kCopied});
+          plan.microseconds + (kCopied
+                                   ? Fp32Costs::kCopyB + Fp32Costs::kCopied * 8.0 * shape.depth *
+                                                             shape.cols / memory_rate()
+                                   : 0);
+      const WayId id = way_id({Tile::BM, Tile::BN, Tile::kSlices, plan.blocks, plan.shares_tiles(),
+                               plan.ranges, kCopied});
       const bool wanted = ways_.offer(microseconds, id, [&] {
         return Way{name_of<Tile>(plan, kCopied), microseconds,
                    [of = launches_, plan] { of.template launch<Tile, kAligned>(plan); },
@@ -682,7 +676,8 @@ class Fp32Product {
   static std::string name_of(const Fp32Timetable<Tile>& plan, bool copied) {
     return "tile " + std::to_string(Tile::BM) + " x " + std::to_string(Tile::BN) +
            "; slices: " + std::to_string(Tile::kSlices) +
-           "; blocks: " + std::to_string(plan.blocks) +
+           (plan.ranges > 1 ? "; blocks of a tile: " + std::to_string(plan.ranges)
+                            : "; blocks: " + std::to_string(plan.blocks)) +
            (plan.shares_tiles() ? "; tiles shared" : "") + (copied ? "; B copied" : "");
   }
 

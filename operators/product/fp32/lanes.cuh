@@ -10,6 +10,14 @@
 
 namespace operators::product {
 
+/// What is multiplied. In memory rows are so many numbers apart as the pitches say.
+struct Fp32Operands {
+  const float *A, *B;
+  float* C;
+  ProductShape shape;
+  int pitch_a, pitch_b, pitch_c;
+};
+
 /// The lanes of a warp are kAcross_ columns of threads, 8 or 4, and so 4 or 8 rows.
 ///
 /// For each k a lane reads four numbers of its rows of A, and four of its columns of B, 16 bytes
@@ -40,10 +48,11 @@ struct Fp32Lanes {
   /// kExchange, lanes exchange their fours through shared memory, kFloats of this warp alone, and
   /// store 4 kAcross neighbours of a row side by side. Without it they store what they have.
   template <bool kAligned, bool kExchange>
-  static __device__ void store(float* of_warp, float4 four, float* C, const ProductShape& shape,
-                               int first_row, int y, int first_col, int x) {
+  static __device__ void store(float* of_warp, float4 four, const Fp32Operands& to, int first_row,
+                               int y, int first_col, int x) {
     const int row = first_row + 4 * y, col = first_col + 4 * x;
-    float* const at = C + static_cast<int64_t>(row) * shape.cols + col;
+    const ProductShape& shape = to.shape;
+    float* const at = to.C + static_cast<int64_t>(row) * to.pitch_c + col;
     if constexpr (kAligned) {
       if (row < shape.rows && col < shape.cols) *reinterpret_cast<float4*>(at) = four;
     } else if constexpr (kExchange) {
@@ -57,7 +66,7 @@ struct Fp32Lanes {
       for (int r = 0; r < kDown; r += 32 / kCols) {
         const int down = r + lane / kCols, own_row = first_row + 4 * (y - Fp32Lanes::y() + down);
         if (own_row < shape.rows && own_col < shape.cols) {
-          C[static_cast<int64_t>(own_row) * shape.cols + own_col] =
+          to.C[static_cast<int64_t>(own_row) * to.pitch_c + own_col] =
               of_warp[down * kPitch + lane % kCols];
         }
       }

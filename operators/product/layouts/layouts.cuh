@@ -50,7 +50,6 @@ struct Multiplies {
   std::function<std::vector<Way>(const Caller&, const Memory<T>&, const Memory<T>&,
                                  const Memory<T>&, ProductShape, RowStrides)>
       one;
-  bool dense_rows;  ///< `one` copies others
   /// The same where one factor lies transposed. It adds the bias, too, if there is one.
   std::function<std::vector<Way>(const Caller&, const Memory<T>&, const Memory<T>&,
                                  const Memory<T>&, ProductShape, RowStrides, bool a_is_transposed,
@@ -196,12 +195,11 @@ class LayoutProduct {
   static bool lies_right(const Matrices<T>& of) {
     return sizeof(T) == 2 ? (of.stride | of.between) % 8 == 0 : !of.transposed;
   }
-  /// Rows of a copy have whole lines of 128 bytes, unless they have to be dense.
+  /// Rows of a copy have whole lines of 128 bytes.
   Matrices<T> copy_of(const Matrices<T>& of, int64_t count, bool once, const Caller& caller,
                       std::vector<Copy>& copies) const {
     constexpr int64_t kLine = 128 / sizeof(T);
-    const int64_t stride =
-        multiplies_.dense_rows ? of.cols : primitives::ceil_div(of.cols, kLine) * kLine;
+    const int64_t stride = primitives::ceil_div(of.cols, kLine) * kLine;
     const int64_t between = of.rows * stride;
     const Memory<T> copy = caller.workspace.template any<T>(static_cast<size_t>(count * between));
     copies.push_back({[=, from = of, stream = caller.stream] {
