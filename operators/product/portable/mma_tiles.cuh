@@ -38,7 +38,9 @@ struct MmaTile {
   static constexpr int kTileA = BM * BK, kStage = kTileA + BK * BN;  // elements
   static constexpr int kSharedBytes = 2 * kStages * kStage;
   static constexpr int kQuads = WM / 16 * (WN / 8);  // float4 of a thread's sums
-  static constexpr int kParts = BK / 16;             // in so many parts a step's copies are started
+  // In so many parts a step's copies are started. More parts keep the tensor cores busier, but each
+  // takes some instructions more.
+  static constexpr int kParts = BK < 64 || kResident > 2 ? 1 : 4;
   static_assert(BK % 32 == 0 && WM % 32 == 0 && WN % 32 == 0);
 };
 
