@@ -50,8 +50,8 @@ __device__ inline void copy_async(void* to_shared, const void* from_global, bool
 #endif
 }
 
-/// copy_async() of 16 bytes, if `wanted`, and without a branch: other instructions may stand between
-/// several of these.
+/// copy_async() of 16 bytes, if `wanted`, and without a branch: other instructions may stand
+/// between several of these.
 __device__ inline void copy_async_if(bool wanted, void* to_shared, const void* from_global,
                                      bool inside) {
 #if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 800

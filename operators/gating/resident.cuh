@@ -157,8 +157,8 @@ class ResidentLayer {
 
  private:
   // By how out leaves: columns of a sum, consumers, consumers of a team. Many consumers have few
-  // columns each; where the weights leave less room, a plan has fewer consumers, or teams. Each plan
-  // is a kernel: there are those that the estimate chooses for some of thousands of shapes.
+  // columns each; where the weights leave less room, a plan has fewer consumers, or teams. Each is
+  // a kernel: there are those that the estimate chooses for some of thousands of shapes.
   template <class Rows>
   void add_plans() {
     add_all<InBoxes<Rows, 16, 4>, InBoxes<Rows, 24, 4>, InBoxes<Rows, 32, 4>, InBoxes<Rows, 48, 4>,

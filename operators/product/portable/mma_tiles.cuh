@@ -130,7 +130,7 @@ class MmaCopies {
     }
   }
 
-  /// Where the thread's piece of B lies that is `i` rows, a multiple of kRowsB, below its first one.
+  /// Where the thread's piece of B lies that is `i` rows (a multiple of kRowsB) below its first.
   /// What swizzle() adds is a bit of b_k() or a bit of i.
   __device__ int b_at(int i) const { return (b_to ^ 8 * (i % 8)) + i * BN; }
   __device__ static int a_row() { return static_cast<int>(threadIdx.x) / (BK / 8); }
@@ -279,9 +279,9 @@ __device__ __forceinline__ bool add_slices_up(Sum& sum, const MmaSlices& slices,
   return true;
 }
 
-/// What a launch computes, item by item: an item is a tile, or a slice of its depth. Tiles are taken
-/// in groups of as many rows as fit into about 2048, column by column, so that blocks that run at
-/// the same time share what they read (lesson 3, *The order of blocks*).
+/// What a launch computes, item by item: an item is a tile, or a slice of its depth. Tiles are
+/// taken in groups of as many rows as fit into about 2048, column by column, so that blocks that
+/// run at the same time share what they read (lesson 3, *The order of blocks*).
 template <class Tile, typename T, int kFactors>
 class MmaItems {
  public:
