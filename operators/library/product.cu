@@ -22,6 +22,8 @@ using namespace operators::library;
 using namespace operators::product;
 
 constexpr int64_t kMostProducts = 1 << 20;  ///< of a batch
+constexpr int64_t kMostFp32Depth = 1 << 24;
+constexpr int kAsExactDepth = 1024;  ///< beyond it true fp32 errs more than FK_TF32X3 does
 
 /// What a type is in memory, and how it is multiplied.
 bool is_fp32(const fk_product& product) { return product.type == FK_FLOAT32; }
@@ -95,7 +97,7 @@ void check(const fk_product& product) {
   const bool fp32 = is_fp32(product);
   check_sizes({{"rows", product.rows, 1 << 30},
                {"cols", product.cols, 1 << 26},
-               {"depth", product.depth, fp32 ? 1 << 24 : 1 << 30}});
+               {"depth", product.depth, fp32 ? kMostFp32Depth : 1 << 30}});
   const auto check_flag = [](const char* name, int value) {
     if (value != 0 && value != 1) refuse(FK_BAD_ARGUMENT, name, value, "it has to be 0 or 1");
   };
@@ -120,10 +122,24 @@ void check(const fk_product& product) {
 /// columns.
 void check_backward(const fk_product& product) {
   check(product);
-  const int64_t most = is_fp32(product) ? 1 << 24 : 1 << 30;
+  const int64_t most = is_fp32(product) ? kMostFp32Depth : 1 << 30;
   check_sizes({{"rows", product.rows, std::min<int64_t>(most, 1 << 26)},
                {"cols", product.cols, std::min<int64_t>(most, 1 << 26)},
                {"depth", product.depth, std::min<int64_t>(most, 1 << 26)}});
+}
+
+/// In FK_TF32X3. Up to some depth true fp32 is as exact in practice, and it is the faster one where
+/// there is little to multiply.
+std::vector<operators::Way> split_ways(const Caller& caller, const Memory<float>& a,
+                                       const Memory<float>& b, const Memory<float>& c,
+                                       ProductShape shape, RowStrides strides) {
+  std::vector<operators::Way> ways =
+      Tf32Product<Math::split>(caller, a, b, c, shape, strides).ways();
+  if (shape.depth > kAsExactDepth) return ways;
+  for (operators::Way& way : Fp32Product(caller, a, b, c, shape, strides).ways()) {
+    ways.push_back(std::move(way));
+  }
+  return ways;
 }
 
 /// What multiplies in the description's type. Of a factor that lies transposed Hopper needs no copy
@@ -139,7 +155,7 @@ Multiplies<T> multiplies_of(const fk_product& product) {
             } else if (type == FK_TF32) {
               return Tf32Product<Math::tf32>(caller, a, b, c, shape, strides).ways();
             } else if (type == FK_TF32X3) {
-              return Tf32Product<Math::split>(caller, a, b, c, shape, strides).ways();
+              return split_ways(caller, a, b, c, shape, strides);
             } else {
               return Fp32Product(caller, a, b, c, shape, strides).ways();
             }
