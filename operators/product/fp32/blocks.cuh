@@ -171,6 +171,7 @@ struct Fp32BlockCosts {
   static constexpr double kAlone = 1.02;       ///< a multiply-add of a warp, if it is alone
   static constexpr double kWait = 24.3;        ///< more for each step of such a warp
   static constexpr double kAloneCopy = 12;     ///< and for each of its copies
+  static constexpr double kBegin = 300;        ///< of a tile of one block that copies B by 4 bytes
   static constexpr double kStored = 0.097;     ///< of a number of C
   static constexpr double kRowStore = 0.07;    ///< more, where C is stored in rows
   static constexpr double kMeet = 1453;        ///< of a cluster
@@ -208,6 +209,7 @@ double fp32_block_microseconds(const ProductShape& shape, int ranges) {
   double work = steps * (static_cast<double>(blocks / resident) * step(resident) +
                          (left > 0 ? step(left) : 0)) +
                 numbers / ranges * (Costs::kStored + (kAlignedC ? 0 : Costs::kRowStore));
+  if (ranges == 1 && !kAlignedB) work += static_cast<double>(blocks) * Costs::kBegin;
   if (ranges > 1) work += rounds * Costs::kMeet + numbers * Costs::kSent;
   const double copy = kAlignedB == kAlignedC ? 0
                                              : Costs::kCopyB + Costs::kCopied * 8.0 * shape.depth *
