@@ -17,26 +17,55 @@ namespace primitives {
 
 /// Copies kBytes (4, 8 or 16) to shared memory. Both addresses are multiples of kBytes. If not
 /// `inside`, it writes zeros in their place; then `from_global` is not read and may point anywhere.
-/// PTX ISA, "Data Movement and Conversion Instructions: cp.async" (its src-size operand).
+/// PTX ISA, "Data Movement and Conversion Instructions: cp.async" (its operand ignore-src; with
+/// src-size, a number of bytes, each copy would take some five instructions more).
 ///
 /// (`asm` writes an instruction of PTX, the GPU's assembly language. "r" is a register of 32 bits,
 /// "l" one of 64, "n" a constant.)
 template <int kBytes>
 __device__ inline void copy_async(void* to_shared, const void* from_global, bool inside) {
-  const int bytes = inside ? kBytes : 0;
 #if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 800
   const unsigned to = static_cast<unsigned>(__cvta_generic_to_shared(to_shared));
+  const int outside = !inside;
   if constexpr (kBytes == 16) {  // .cg: through the L2 cache only
-    asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" ::"r"(to), "l"(from_global),
-                 "r"(bytes));
+    asm volatile(
+        "{\n"
+        ".reg .pred ignore;\n"
+        "setp.ne.s32 ignore, %2, 0;\n"
+        "cp.async.cg.shared.global [%0], [%1], 16, ignore;\n"
+        "}" ::"r"(to),
+        "l"(from_global), "r"(outside));
   } else {
-    asm volatile("cp.async.ca.shared.global [%0], [%1], %2, %3;" ::"r"(to), "l"(from_global),
-                 "n"(kBytes), "r"(bytes));
+    asm volatile(
+        "{\n"
+        ".reg .pred ignore;\n"
+        "setp.ne.s32 ignore, %3, 0;\n"
+        "cp.async.ca.shared.global [%0], [%1], %2, ignore;\n"
+        "}" ::"r"(to),
+        "l"(from_global), "n"(kBytes), "r"(outside));
   }
 #else
   // With nothing to copy the library's function would still want a source that may be read.
-  __pipeline_memcpy_async(to_shared, inside ? from_global : to_shared, kBytes,
-                          static_cast<size_t>(kBytes - bytes));
+  __pipeline_memcpy_async(to_shared, inside ? from_global : to_shared, kBytes, inside ? 0 : kBytes);
+#endif
+}
+
+/// copy_async() of 16 bytes, if `wanted`, and without a branch: other instructions may stand between
+/// several of these.
+__device__ inline void copy_async_if(bool wanted, void* to_shared, const void* from_global,
+                                     bool inside) {
+#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 800
+  const unsigned to = static_cast<unsigned>(__cvta_generic_to_shared(to_shared));
+  asm volatile(
+      "{\n"
+      ".reg .pred ignore, wanted;\n"
+      "setp.ne.s32 ignore, %2, 0;\n"
+      "setp.ne.s32 wanted, %3, 0;\n"
+      "@wanted cp.async.cg.shared.global [%0], [%1], 16, ignore;\n"
+      "}" ::"r"(to),
+      "l"(from_global), "r"(static_cast<int>(!inside)), "r"(static_cast<int>(wanted)));
+#else
+  if (wanted) copy_async<16>(to_shared, from_global, inside);
 #endif
 }
 

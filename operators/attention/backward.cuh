@@ -159,12 +159,14 @@ class BackwardLaunches {
   /// In order a sum need not begin as zeros, and a first block stores its parts. That pays where
   /// the blocks of a sequence need not wait long for each other in the beginning, which are
   /// places / sequences() then, a step one after the other. Only where blocks draw their items:
-  /// then it does not matter in which order they start.
+  /// then it does not matter in which order they start. Heads of 64 with a causal mask are 2 to 5 %
+  /// faster in any order from 4096 keys on (H200).
   bool order_pays() const {
     const int64_t places = multiprocessors();
     if (!is_hopper() || shape_.width > 128 || whole_ || all_key_tiles() <= places || plain() == 0) {
       return false;
     }
+    if (shape_.width <= 64 && shape_.causal && key_tiles() >= 32) return false;
     const int64_t tile = shape_.width <= 64 ? 128 : 64;
     const int64_t steps = shape_.group() * ceil_div(shape_.queries, tile);
     const int64_t of_block = all_key_tiles() * steps / places / (shape_.causal ? 2 : 1);

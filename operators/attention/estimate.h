@@ -52,7 +52,7 @@ inline constexpr double kMergeTraffic = 1.8;  ///< that partial results are writ
 // ---- Gradients, on Hopper -----------------------------------------------------------------------
 
 // Microseconds; fitted to shapes drawn at random on an H200.
-inline constexpr double kBackwardStep = 2.4, kBackwardStep64 = 2.85;  ///< of a tile of queries
+inline constexpr double kBackwardStep = 2.4, kBackwardStep64 = 2.6;  ///< of a tile of queries
 inline constexpr double kBackwardItem = 4;     ///< of an item beside its steps
 inline constexpr double kBackwardAdded = 2;    ///< until the sums of splits are added up
 inline constexpr double kBackwardSplit = 0.3;  ///< and of each split
@@ -90,17 +90,19 @@ inline double microseconds(const BackwardTiles& of, const BackwardDivision& by) 
 }
 
 /// How the tiles should be divided: not at all, unless that saves a few per cent; or all; or, where
-/// they are equal, those that do not make a whole round.
+/// they are equal, those that do not make a whole round, even if that saves less: few sums have to be
+/// added up then.
 inline BackwardDivision divide(const BackwardTiles& of) {
   BackwardDivision best;
-  double least = 0.97 * microseconds(of, best);
+  const double undivided = microseconds(of, best);
+  double least = undivided;
   const auto most = std::min(kMostSplits, static_cast<int64_t>(of.steps));
   const int64_t whole_rounds = of.mean_steps == of.steps ? of.tiles / of.places * of.places : 0;
   for (const int64_t plain : {int64_t{0}, whole_rounds}) {
     for (int64_t splits = 2; splits <= most && plain < of.tiles; ++splits) {
       const BackwardDivision by = {plain, splits};
       const double took = microseconds(of, by);
-      if (took < least) best = by, least = took;
+      if (took < std::min(least, (plain > 0 ? 0.985 : 0.97) * undivided)) best = by, least = took;
     }
   }
   return best;

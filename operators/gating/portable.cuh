@@ -49,7 +49,7 @@ struct MmaGate {
   bool gated_values = false;
 
   template <int kRows16, int kCols8>
-  __device__ __forceinline__ void operator()(float (&sum)[kRows16][kCols8][4], T* staging, int row,
+  __device__ __forceinline__ void operator()(float (&sum)[kRows16][kCols8][4], int row,
                                              int col) const {
     constexpr int kOwn = kCols8 / 2;
     float2 gate_bias[kOwn] = {}, value_bias[kOwn] = {};
@@ -62,7 +62,7 @@ struct MmaGate {
       }
       make_sigmoids(gate, sum);
     }
-    results.template store<16 * kRows16, 8 * kOwn>(staging, row, col, [&](int i, int j) {
+    results.template store<16 * kRows16, 8 * kOwn>(row, col, [&](int i, int j) {
       const float2 own = pair_of(sum, i, j), value = pair_of(sum, i, j + kOwn);
       return pack2<T>(gated(own.x + gate_bias[j].x, value.x + value_bias[j].x),
                       gated(own.y + gate_bias[j].y, value.y + value_bias[j].y));
@@ -130,24 +130,21 @@ template <int kRowsOfTile, int kWarpsOfBlock, int kStagesOfWarp>
 struct ResidentTile {
   static constexpr int kRows = kRowsOfTile, kWarps = kWarpsOfBlock, kStages = kStagesOfWarp;
   static constexpr int kThreads = 32 * kWarps;
-  static constexpr int kStaging = kRows * kPanelCols;  // elements
 
   /// Elements of a panel of weights, W1's and W2's columns side by side.
   __host__ __device__ static constexpr int64_t panel(int64_t depth) {
     return depth * 2 * kPanelCols;
   }
-  /// Biases, weights, stages, and, where a tile of x is read for several panels, room for results.
+  /// Biases, weights and stages.
   static int64_t shared_bytes(int64_t depth, int64_t panels) {
-    const int64_t halves = panels * panel(depth) + kWarps * kStages * kRows * depth +
-                           (panels > 1 ? int64_t{kWarps} * kStaging : 0);
+    const int64_t halves = panels * panel(depth) + kWarps * kStages * kRows * depth;
     return 2 * halves + panels * 2 * kPanelCols * static_cast<int64_t>(sizeof(float));
   }
 };
 
 /// A block keeps `panels` panels of both weights, from column blockIdx.y * panels * 64 of out on. A
 /// warp takes tiles of kRows rows, as many warps apart as the grid has in x. For each panel it has
-/// kRows x 64 gates and as many values in registers, and its results leave through shared memory:
-/// where there is one panel, through the stage that was just multiplied.
+/// kRows x 64 gates and as many values in registers.
 ///
 /// A stage lies as swizzle() says, but how long its rows are is known at run time only.
 template <class Tile, typename T>
@@ -159,9 +156,8 @@ __global__ void __launch_bounds__(Tile::kThreads, 1)
   const int depth = of.depth, col0 = static_cast<int>(blockIdx.y) * of.panels * kPanelCols;
   T* const W = reinterpret_cast<T*>(resident_shared);
   T* const all_stages = W + of.panels * Tile::panel(depth);
-  T* const all_staging = all_stages + int64_t{Tile::kWarps} * kStages * kRows * depth;
   float* const biases =
-      reinterpret_cast<float*>(all_staging + (of.panels > 1 ? Tile::kWarps * Tile::kStaging : 0));
+      reinterpret_cast<float*>(all_stages + int64_t{Tile::kWarps} * kStages * kRows * depth);
   const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
   T* const stages = all_stages + int64_t{warp} * kStages * kRows * depth;
 
@@ -172,12 +168,17 @@ __global__ void __launch_bounds__(Tile::kThreads, 1)
     const int row = lane / 8, col = lane % 8 * 8;
     const int rows = static_cast<int>(min(in.M - tile * kRows, int64_t{kRows})) - row;
     for (int c = 0; c < depth && tile < tiles; c += 64) {
-      const int bytes = 2 * min(max(in.K - c - col, 0), 8);
+      const int there = min(max(in.K - c - col, 0), 8);
       const T* from = in.x + (tile * kRows + row) * of.x_stride + c + col;
       T* const to = stage + row * depth + c;
 #pragma unroll
       for (int r = 0; r < kRows; r += 4, from += 4 * of.x_stride) {
-        copy_async_part(to + r * depth + (col ^ 8 * row ^ 8 * (r % 8)), from, r < rows ? bytes : 0);
+        T* const piece = to + r * depth + (col ^ 8 * row ^ 8 * (r % 8));
+        if (in.K % 8 == 0) {
+          copy_async<16>(piece, from, r < rows && there > 0);
+        } else {
+          copy_async_part(piece, from, r < rows ? 2 * there : 0);
+        }
       }
     }
     copy_async_commit();
@@ -250,12 +251,10 @@ __global__ void __launch_bounds__(Tile::kThreads, 1)
           }
         }
       }
-      __syncwarp();  // all lanes have read the tile of x, and stored what was in the room before
       make_sigmoids(in.gate, sum);
-      T* const staging = of.panels > 1 ? all_staging + warp * Tile::kStaging : x;
       constexpr int kOwn = kPanelCols / 8;
       out.template store<kRows, kPanelCols>(
-          staging, tile * kRows, col0 + panel * kPanelCols, [&](int i, int j) {
+          tile * kRows, col0 + panel * kPanelCols, [&](int i, int j) {
             const float2 gate = pair_of(sum, i, j), value = pair_of(sum, i, j + kOwn);
             return pack2<T>(gated(gate.x, value.x), gated(gate.y, value.y));
           });

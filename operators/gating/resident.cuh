@@ -157,27 +157,25 @@ class ResidentLayer {
 
  private:
   // By how out leaves: columns of a sum, consumers, consumers of a team. Many consumers have few
-  // columns each; where the weights leave less room, a plan has fewer consumers, or teams.
+  // columns each; where the weights leave less room, a plan has fewer consumers, or teams. Each plan
+  // is a kernel: there are those that the estimate chooses for some of thousands of shapes.
   template <class Rows>
   void add_plans() {
     add_all<InBoxes<Rows, 16, 4>, InBoxes<Rows, 24, 4>, InBoxes<Rows, 32, 4>, InBoxes<Rows, 48, 4>,
-            InBoxes<Rows, 64, 4>, InBoxes<Rows, 64, 3>, InBoxes<Rows, 72, 3>, InBoxes<Rows, 80, 3>,
-            InBoxes<Rows, 96, 3>, InBoxes<Rows, 64, 2>, InBoxes<Rows, 128, 2>,
-            InBoxes<Rows, 32, 2, 2>, InBoxes<Rows, 56, 4, 2>, InBoxes<Rows, 64, 4, 2>,
-            InBoxes<Rows, 56, 4, 4>, InBoxes<Rows, 64, 4, 4>, InRows<Rows, 16, 4>,
-            InRows<Rows, 24, 4>, InRows<Rows, 32, 4>, InRows<Rows, 40, 4>, InRows<Rows, 48, 4>,
-            InRows<Rows, 56, 4>, InRows<Rows, 64, 4>, InRows<Rows, 64, 3>, InRows<Rows, 72, 3>,
-            InRows<Rows, 32, 2>, InRows<Rows, 96, 2>, InRows<Rows, 128, 2>, InRows<Rows, 56, 4, 2>,
-            InPanels<Rows, 56, 4>, InPanels<Rows, 64, 4>, InPanels<Rows, 64, 3>,
-            InPanels<Rows, 64, 4, 4>, InPanels<Rows, 56, 4, 2>, InPanels<Rows, 32, 2>>();
+            InBoxes<Rows, 64, 4>, InBoxes<Rows, 64, 3>, InBoxes<Rows, 80, 3>, InBoxes<Rows, 96, 3>,
+            InBoxes<Rows, 64, 2>, InBoxes<Rows, 32, 2, 2>, InBoxes<Rows, 56, 4, 2>,
+            InRows<Rows, 16, 4>, InRows<Rows, 24, 4>, InRows<Rows, 32, 4>, InRows<Rows, 40, 4>,
+            InRows<Rows, 48, 4>, InRows<Rows, 56, 4>, InRows<Rows, 64, 4>, InRows<Rows, 64, 3>,
+            InRows<Rows, 72, 3>, InRows<Rows, 32, 2>, InRows<Rows, 96, 2>, InRows<Rows, 128, 2>,
+            InRows<Rows, 56, 4, 2>, InPanels<Rows, 56, 4>, InPanels<Rows, 64, 4>,
+            InPanels<Rows, 64, 3>, InPanels<Rows, 56, 4, 2>, InPanels<Rows, 32, 2>>();
   }
-  /// Of bf16, and of the other gates, some of those in boxes, of narrow panels and wide ones, since
-  /// each plan is a kernel. They were not chosen by measurements; other shapes are products.
+  /// Of bf16, and of the other gates, some of those in boxes, of narrow panels and wide ones. They
+  /// were not chosen by measurements; other shapes are products.
   template <class Rows>
   void add_few_plans() {
     add_all<InBoxes<Rows, 16, 4>, InBoxes<Rows, 32, 4>, InBoxes<Rows, 64, 4>, InBoxes<Rows, 64, 3>,
-            InBoxes<Rows, 96, 3>, InBoxes<Rows, 128, 2>, InBoxes<Rows, 64, 4, 2>,
-            InBoxes<Rows, 64, 4, 4>>();
+            InBoxes<Rows, 96, 3>, InBoxes<Rows, 64, 4, 2>>();
   }
   template <class... Plans>
   void add_all() {

@@ -266,6 +266,30 @@ struct ColumnsOf {
   __device__ __forceinline__ float (*operator[](int row) const)[4] { return sum[row] + kFirst; }
 };
 
+/// The copies of a tile of out: first those of x W1, then those of y W2.
+template <class Tile, typename T>
+class PairCopies {
+ public:
+  __device__ PairCopies(const MmaFactors<T, 1>& gates, const MmaFactors<T, 1>& values, int row0,
+                        int col0)
+      : then(values), row0(row0), col0(col0) {
+    copies.begin(gates, row0, col0, 0, gates.depth);
+  }
+  template <int kPart, int kParts>
+  __device__ __forceinline__ void start(T* stage) {
+    copies.template start<kPart, kParts>(stage);
+    if (kPart + 1 < kParts || !copies.done() || !of_gates) return;
+    of_gates = false;
+    copies.begin(then, row0, col0, 0, then.depth);
+  }
+
+ private:
+  const MmaFactors<T, 1>& then;
+  const int row0, col0;
+  bool of_gates = true;
+  MmaCopies<Tile, T, 1> copies;
+};
+
 /// A block has a tile of out: first the gates' sums, then the values', with the tiles of
 /// mma_tiles.cuh for each. finish() is MmaGate.
 template <class Tile, typename T>
@@ -273,28 +297,22 @@ __global__ void __launch_bounds__(Tile::kThreads, Tile::kResident)
     mma_pair(const __grid_constant__ MmaFactors<T, 1> gates,
              const __grid_constant__ MmaFactors<T, 1> values,
              const __grid_constant__ MmaGate<T, true> finish) {
-  constexpr int kOwn = Tile::WN / 8, kGroup = 2048 / Tile::BM;
+  constexpr int kOwn = Tile::WN / 8;
   extern __shared__ __align__(128) char mma_stages[];
-  T* const stages = reinterpret_cast<T*>(mma_stages);
-  const int tiles_m = (gates.rows + Tile::BM - 1) / Tile::BM;
-  const int tiles_n = (gates.cols + Tile::BN - 1) / Tile::BN;
-  const int tile = static_cast<int>(blockIdx.x);
-  const int first = tile / (kGroup * tiles_n) * kGroup, within = tile % (kGroup * tiles_n);
-  const int group = min(kGroup, tiles_m - first);
-  const int row0 = (first + within % group) * Tile::BM, col0 = within / group * Tile::BN;
-
+  const MmaSlices whole = {1, (gates.depth + Tile::BK - 1) / Tile::BK, 0, nullptr, nullptr};
+  const auto item = MmaItems<Tile, T, 1>::place(gates, whole, static_cast<int>(blockIdx.x));
+  PairCopies<Tile, T> copies(gates, values, item.row0, item.col0);
+  MmaPipeline<Tile, T> pipeline(reinterpret_cast<T*>(mma_stages), copies);
   float sum[Tile::WM / 16][2 * kOwn][4] = {};
   const auto multiply = [&](const MmaFactors<T, 1>& of, auto half_of) {
-    MmaCopies<Tile, T, 1> copies(of, row0, col0, 0, of.depth);
-    multiply_steps<Tile>(stages, copies, (of.depth + Tile::BK - 1) / Tile::BK, half_of);
-    copy_async_wait<0>();
-    __syncthreads();  // all have read their last tiles
+    pipeline.multiply(copies, (of.depth + Tile::BK - 1) / Tile::BK, half_of);
   };
   multiply(gates, ColumnsOf<0, Tile::WM / 16, 2 * kOwn>{sum});
   multiply(values, ColumnsOf<kOwn, Tile::WM / 16, 2 * kOwn>{sum});
   const int warp = threadIdx.x / 32;
-  finish(sum, stages + warp * Tile::WM * Tile::WN, row0 + warp / Tile::kWarpsN * Tile::WM,
-         col0 + warp % Tile::kWarpsN * Tile::WN);
+  finish(sum, item.row0 + warp / Tile::kWarpsN * Tile::WM,
+         item.col0 + warp % Tile::kWarpsN * Tile::WN);
+  copy_async_wait<0>();  // zeros that nobody reads
 }
 
 /// The ways to compute the layer of two inputs by mma_pair.

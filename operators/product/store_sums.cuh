@@ -67,7 +67,7 @@ struct MmaStoreSums {
   SumsInMemory to;
 
   template <int kRows16, int kCols8>
-  __device__ __forceinline__ void operator()(const float (&sum)[kRows16][kCols8][4], T*, int row,
+  __device__ __forceinline__ void operator()(const float (&sum)[kRows16][kCols8][4], int row,
                                              int col) const {
     primitives::for_pairs(sum, row, col, to.rows, to.cols,
                           [&](int r, int c, float2 pair) { to.pair(r, c, pair.x, pair.y); });

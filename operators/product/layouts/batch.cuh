@@ -33,7 +33,6 @@ __global__ void __launch_bounds__(Tile::kThreads, Tile::kResident)
     mma_batch(const __grid_constant__ MmaFactors<T, 1> all,
               const __grid_constant__ MmaResults<T> results, Between between) {
   extern __shared__ __align__(128) char mma_stages[];
-  T* const stages = reinterpret_cast<T*>(mma_stages);
   MmaFactors<T, 1> of = all;
   of.A += blockIdx.y * between.a;
   of.B[0] += blockIdx.y * between.b;
@@ -42,12 +41,13 @@ __global__ void __launch_bounds__(Tile::kThreads, Tile::kResident)
   const int across = (of.cols + Tile::BN - 1) / Tile::BN, tile = static_cast<int>(blockIdx.x);
   const int row0 = tile / across * Tile::BM, col0 = tile % across * Tile::BN;
   float sum[Tile::WM / 16][Tile::WN / 8][4] = {};
-  MmaCopies<Tile, T, 1> copies(of, row0, col0, 0, of.depth);
-  multiply_steps<Tile>(stages, copies, (of.depth + Tile::BK - 1) / Tile::BK, sum);
-  __syncthreads();  // all have read their last tiles
+  MmaCopies<Tile, T, 1> copies;
+  copies.begin(of, row0, col0, 0, of.depth);
+  MmaPipeline<Tile, T> pipeline(reinterpret_cast<T*>(mma_stages), copies);
+  pipeline.multiply(copies, (of.depth + Tile::BK - 1) / Tile::BK, sum);
   const int warp = threadIdx.x / 32;
-  finish(sum, stages + warp * Tile::WM * Tile::WN, row0 + warp / Tile::kWarpsN * Tile::WM,
-         col0 + warp % Tile::kWarpsN * Tile::WN);
+  finish(sum, row0 + warp / Tile::kWarpsN * Tile::WM, col0 + warp % Tile::kWarpsN * Tile::WN);
+  copy_async_wait<0>();  // zeros that nobody reads
 }
 
 /// Starts copies of kRows x kCols elements of a matrix in memory, from `from` on, to a swizzled
@@ -122,8 +122,7 @@ __global__ void __launch_bounds__(Tile::kThreads, Tile::kResident)
       add_product<T>(sum, left, right);
     }
   }
-  __syncthreads();  // all have read their last tiles
-  finish(sum, stages + warp * Tile::WM * Tile::WN, row0 + row, col0 + col);
+  finish(sum, row0 + row, col0 + col);
 }
 
 /// The same of fp32, in one of the kinds of math.

@@ -28,9 +28,9 @@ struct MmaStore {
   MmaResults<T> results;
 
   template <int kRows16, int kCols8>
-  __device__ __forceinline__ void operator()(const float (&sum)[kRows16][kCols8][4], T* staging,
-                                             int row, int col) const {
-    results.template store<16 * kRows16, 8 * kCols8>(staging, row, col, [&](int i, int j) {
+  __device__ __forceinline__ void operator()(const float (&sum)[kRows16][kCols8][4], int row,
+                                             int col) const {
+    results.template store<16 * kRows16, 8 * kCols8>(row, col, [&](int i, int j) {
       const float2 pair = pair_of(sum, i, j);
       return pack2<T>(pair.x, pair.y);
     });
@@ -124,11 +124,19 @@ class MmaWays {
     }
     const auto kernel = mma_product<Tile, T, kFactors, Epilogue>;
     allow_shared_bytes(kernel, Tile::kSharedBytes);
-    const MmaSlices slices = {plan.slices, plan.steps, reinterpret_cast<float4*>(exchange.partial),
-                              exchange.ended};
+    const int64_t items = plan.tiles * plan.slices;
+    const MmaSlices slices = {plan.slices, plan.steps, static_cast<int>(items),
+                              reinterpret_cast<float4*>(exchange.partial), exchange.ended};
+    const int64_t fit = int64_t{at_once<Tile>()} * multiprocessors();
     mma_product<Tile, T, kFactors, Epilogue>
-        <<<static_cast<unsigned>(plan.tiles * plan.slices), Tile::kThreads, Tile::kSharedBytes,
+        <<<static_cast<unsigned>(std::min(items, fit)), Tile::kThreads, Tile::kSharedBytes,
            stream>>>(of.factors, slices, of.finish);
+  }
+  /// Blocks on a multiprocessor.
+  template <class Tile>
+  static int at_once() {
+    return std::clamp((most_shared_bytes() + 1024) / (Tile::kSharedBytes + 1024), 1,
+                      Tile::kResident);
   }
 
   /// An estimate that is not fitted to measurements. A multiprocessor with all its blocks is
@@ -142,14 +150,12 @@ class MmaWays {
                                                               : 600;
     constexpr double kAlone = Tile::kThreads > 128 ? 1 : 1.5, kEnds = 2000;
     const double sms = multiprocessors(), blocks = static_cast<double>(tiles) * slices;
-    const int at_once =
-        std::clamp((most_shared_bytes() + 1024) / (Tile::kSharedBytes + 1024), 1, Tile::kResident);
     const double busy = std::max(1.0 * Tile::BM * Tile::BN * Tile::BK / kRate,
                                  2.0 * (Tile::BM + Tile::BN) * Tile::BK / 45);
-    const double full = std::floor(blocks / (sms * at_once));
-    const double left = std::ceil((blocks - full * sms * at_once) / sms);
+    const double full = std::floor(blocks / (sms * at_once<Tile>()));
+    const double left = std::ceil((blocks - full * sms * at_once<Tile>()) / sms);
     const double rounds =
-        full * at_once * busy + std::max(left * busy, left > 0 ? kAlone * busy : 0);
+        full * at_once<Tile>() * busy + std::max(left * busy, left > 0 ? kAlone * busy : 0);
     const double cycles_of_ends = kEnds * (full + (left > 0 ? 1 : 0));
     const double bytes =
         sizeof(T) * (1.0 * shape_.rows * shape_.depth +

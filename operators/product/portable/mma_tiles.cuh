@@ -5,9 +5,11 @@
 // Beyond the lesson:
 //   - Rows and columns outside are neither read nor stored. So shapes are what they are, as long as
 //     rows begin at multiples of 16 bytes.
-//   - Of the left factor a warp has the fragments of two times 16 rows, not of all its rows: while
-//     it multiplies one, the next is loaded. That is 24 registers less, and loads from shared
-//     memory stand evenly between products.
+//   - A block goes on from tile to tile: while it multiplies the last steps of one, and stores its
+//     results, the first steps of the next one are on their way.
+//   - A step's copies ask for whole pieces of 16 bytes, or for zeros. A piece that has fewer can
+//     only be in the last step, and is started apart. To compute how much of each piece there is
+//     took a tenth of the time.
 //   - Where there are few tiles, several blocks share one and take a part of the depth each
 //     (a slice). Whoever is the last adds up, always in the same order, and nobody waits.
 #pragma once
@@ -22,6 +24,8 @@
 
 namespace operators::product {
 
+using namespace primitives;
+
 /// A block has BM x BN sums, its warps kWarpsM x kWarpsN of them; a step takes BK of the depth. So
 /// many blocks are to fit on a multiprocessor.
 template <int kBM, int kBN, int kBK, int kRowsOfWarps, int kColsOfWarps, int kStagesAhead,
@@ -32,8 +36,11 @@ struct MmaTile {
   static constexpr int kThreads = 32 * kWarpsM * kWarpsN;
   static constexpr int WM = BM / kWarpsM, WN = BN / kWarpsN;         // a warp's sums
   static constexpr int kTileA = BM * BK, kStage = kTileA + BK * BN;  // elements
-  static constexpr int kSharedBytes = 2 * std::max(kStages * kStage, BM* BN);
+  static constexpr int kSharedBytes = 2 * kStages * kStage;
   static constexpr int kQuads = WM / 16 * (WN / 8);  // float4 of a thread's sums
+  // In so many parts a step's copies are started. More parts keep the tensor cores busier, but each
+  // takes some instructions more.
+  static constexpr int kParts = BK < 64 || kResident > 2 ? 1 : 4;
   static_assert(BK % 32 == 0 && WM % 32 == 0 && WN % 32 == 0);
 };
 
@@ -47,9 +54,10 @@ struct MmaFactors {
   int rows, cols, depth;
 };
 
-/// In how many slices the depth is, each of so many steps, and where their sums meet.
+/// In how many slices the depth is, each of so many steps, and where their sums meet. `items`: of
+/// all tiles.
 struct MmaSlices {
-  int count, steps;
+  int count, steps, items;
   float4* partial;    ///< (tiles, count, quads of a thread, threads)
   unsigned* arrived;  ///< of each tile: see is_last_block()
 };
@@ -57,49 +65,74 @@ struct MmaSlices {
 /// What a thread copies of each step, pieces of 16 bytes: in A one of every kRowsA-th row of the
 /// tile, in B one of every kRowsB-th.
 template <class Tile, typename T, int kFactors>
-struct MmaCopies {
-  static constexpr int BM = Tile::BM, BN = Tile::BN, BK = Tile::BK;
-  static constexpr int kRowsA = Tile::kThreads / (BK / 8), kRowsB = Tile::kThreads / (BN / 8);
-  static_assert(BM % kRowsA == 0 && BK % kRowsB == 0 && kRowsA % 8 == 0);
-  static constexpr int kOfFactor = Tile::WN / kFactors;  // columns of a warp
+class MmaCopies {
+ public:
+  /// Those of a tile of results, from `first` of the depth to `end`.
+  __device__ void begin(const MmaFactors<T, kFactors>& of, int row0, int col0, int first, int end) {
+    a_from = of.A + (int64_t{row0} + a_row()) * of.a_stride + first + a_k();
+    b_from = factor(of) + (int64_t{first} + b_k()) * of.b_stride + col0 + column();
+    a_step = of.a_stride * kRowsA;
+    b_step = of.b_stride * kRowsB;
+    a_rows = of.rows - row0 - a_row();
+    b_left = of.cols - col0 - column();
+    k_left = end - first;
+  }
+  /// Whether the last step has been started. Steps beyond it are zeros.
+  __device__ bool done() const { return k_left <= 0; }
 
-  const T *a_from, *b_from;
-  const int64_t a_step, b_step;  // to the thread's next row
-  const int a_rows;              // from the thread's first one on
-  const int b_bytes;             // of its piece that exist
-  int k_left;                    // of the depth, from the next step on
-
-  /// Copies begin at `first` of the depth and end at `end`.
-  __device__ MmaCopies(const MmaFactors<T, kFactors>& of, int row0, int col0, int first, int end)
-      : a_from(of.A + (int64_t{row0} + a_row()) * of.a_stride + first + a_k()),
-        b_from(factor(of) + (int64_t{first} + b_k()) * of.b_stride + col0 + column()),
-        a_step(of.a_stride * kRowsA),
-        b_step(of.b_stride * kRowsB),
-        a_rows(of.rows - row0 - a_row()),
-        b_bytes(bytes_of(of.cols - col0 - column())),
-        k_left(end - first) {}
-
-  __device__ void start(T* a_tile) {
-    T* const b_tile = a_tile + Tile::kTileA;
-    const int a_bytes = bytes_of(k_left - a_k());
-    const T* from = a_from;
+  /// Starts a part of a step's copies; the last part goes on to the next step. Columns that share a
+  /// piece of 16 bytes with the last one are copied, too, unless that is the matrix's last piece:
+  /// their results are not stored.
+  template <int kPart, int kParts>
+  __device__ __forceinline__ void start(T* a_tile) {
+    constexpr int kCopiesA = BM / kRowsA, kAll = kCopiesA + BK / kRowsB;
+    const bool last = k_left <= BK;
+    const bool a_whole = !last || k_left - a_k() <= 0 || k_left - a_k() >= 8;
+    const bool b_whole = !last || b_left <= 0 || b_left >= 8;
+    const int rows = a_k() < k_left ? a_rows : 0, depth = b_left > 0 ? k_left - b_k() : 0;
 #pragma unroll
-    for (int i = 0; i < BM; i += kRowsA, from += a_step) {
-      primitives::copy_async_part(a_tile + primitives::swizzle<BK>(a_row() + i, a_k()), from,
-                                  i < a_rows ? a_bytes : 0);
+    for (int n = kPart * kAll / kParts; n < (kPart + 1) * kAll / kParts; ++n) {
+      if (n < kCopiesA) {
+        const int i = n * kRowsA;
+        copy_async_if(a_whole, a_tile + a_to + i * BK, a_from, i < rows);
+        a_from += a_step;
+      } else {
+        const int i = (n - kCopiesA) * kRowsB;
+        copy_async_if(b_whole, a_tile + b_at(i), b_from, i < depth);
+        b_from += b_step;
+      }
     }
-    from = b_from;
-#pragma unroll
-    for (int i = 0; i < BK; i += kRowsB, from += b_step) {
-      primitives::copy_async_part(b_tile + primitives::swizzle<BN>(b_k() + i, b_col()), from,
-                                  b_k() + i < k_left ? b_bytes : 0);
-    }
+    if (kPart + 1 < kParts) return;
+    a_from -= kCopiesA * a_step;
+    if (!a_whole || !b_whole) start_partial(a_tile, a_whole, b_whole);
     a_from += BK;
-    b_from = from;
     k_left -= BK;
   }
 
  private:
+  static constexpr int BM = Tile::BM, BN = Tile::BN, BK = Tile::BK;
+  static constexpr int kRowsA = Tile::kThreads / (BK / 8), kRowsB = Tile::kThreads / (BN / 8);
+  static_assert(BM % kRowsA == 0 && BK % kRowsB == 0 && kRowsA % 8 == 0);
+  static_assert((kRowsB & (kRowsB - 1)) == 0 && BN % 64 == 0);  // see b_at()
+  static constexpr int kOfFactor = Tile::WN / kFactors;         // columns of a warp
+
+  /// The last step's pieces that have less than 16 bytes.
+  __device__ __forceinline__ void start_partial(T* a_tile, bool a_whole, bool b_whole) const {
+    const T* from = a_from;
+#pragma unroll 1
+    for (int i = 0; i < BM && !a_whole; i += kRowsA, from += a_step) {
+      copy_async_part(a_tile + a_to + i * BK, from, i < a_rows ? 2 * (k_left - a_k()) : 0);
+    }
+    from = b_from - BK / kRowsB * b_step;
+#pragma unroll 1
+    for (int i = 0; i < BK && !b_whole; i += kRowsB, from += b_step) {
+      copy_async_part(a_tile + b_at(i), from, b_k() + i < k_left ? 2 * b_left : 0);
+    }
+  }
+
+  /// Where the thread's piece of B lies that is `i` rows, a multiple of kRowsB, below its first one.
+  /// What swizzle() adds is a bit of b_k() or a bit of i.
+  __device__ int b_at(int i) const { return (b_to ^ 8 * (i % 8)) + i * BN; }
   __device__ static int a_row() { return static_cast<int>(threadIdx.x) / (BK / 8); }
   __device__ static int a_k() { return static_cast<int>(threadIdx.x) % (BK / 8) * 8; }
   __device__ static int b_k() { return static_cast<int>(threadIdx.x) / (BN / 8); }
@@ -112,80 +145,105 @@ struct MmaCopies {
     if constexpr (kFactors == 1) return of.B[0];
     return b_col() % Tile::WN < kOfFactor ? of.B[0] : of.B[1];
   }
-  __device__ static int bytes_of(int elements) { return 2 * min(max(elements, 0), 8); }
+
+  const T *a_from, *b_from;
+  int64_t a_step, b_step;  // to the thread's next row
+  int a_rows, b_left;      // from the thread's first row, and its first column, on
+  int k_left;              // of the depth, from the next step on
+  const int a_to = swizzle<BK>(a_row(), a_k());  // in a stage, of the thread's first row
+  const int b_to = Tile::kTileA + swizzle<BN>(b_k(), b_col());
 };
 
-/// The sums of `steps` steps. All fragments of the right factor are there twice, 16 of the depth
-/// ahead; those of the left factor twice for 16 rows. The next step's tiles have to be there when
-/// the last 16 of the depth have two times 16 rows left to be multiplied: all fragments that come
-/// from this step's tiles have been loaded then. So the barrier stands there, and the copies after
-/// it may go to the stage that was read.
-template <class Tile, typename T, class Copies, class Sum>
-__device__ __forceinline__ void multiply_steps(T* stages, Copies& copies, int steps, Sum& sum) {
-  using namespace primitives;
-  constexpr int BK = Tile::BK, BN = Tile::BN, kStages = Tile::kStages;
-  constexpr int kRows = Tile::WM / 16, kCols = Tile::WN / 16;
-  constexpr int kTurn = kRows - 2;  // the row at which the tiles change
-  const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
-  const int a_lane = swizzle<BK>(warp / Tile::kWarpsN * Tile::WM + lane % 16, lane / 16 * 8);
-  const int b_lane =
-      Tile::kTileA + swizzle<BN>(lane % 16, warp % Tile::kWarpsN * Tile::WN + lane / 16 * 8);
+/// A block's stages, and a warp's fragments. All fragments are there twice: those of the next 16 of
+/// the depth are loaded while 16 are multiplied. `source` starts the copies of one step after the
+/// other, in parts (see MmaCopies::start()); it may go on to another tile on its own.
+template <class Tile, typename T>
+class MmaPipeline {
+ public:
+  /// Starts the first stages, waits for one, and loads its first fragments.
+  template <class Source>
+  __device__ __forceinline__ MmaPipeline(T* memory, Source& source) : stages(memory) {
 #pragma unroll
-  for (int stage = 0; stage < kStages - 1; ++stage) {
-    if (stage < steps) copies.start(stages + stage * Tile::kStage);
-    copy_async_commit();
+    for (int stage = 0; stage < kStages - 1; ++stage) {
+      source.template start<0, 1>(stages + stage * Tile::kStage);
+      copy_async_commit();
+    }
+    copy_async_wait<kStages - 2>();
+    __syncthreads();
+#pragma unroll
+    for (int i = 0; i < kRows; ++i) load_fragments<0>(i, 0);
   }
-  copy_async_wait<kStages - 2>();
-  __syncthreads();
-  // Where the stages are that are read and filled, in elements.
-  int reading = 0, writing = (kStages - 1) * Tile::kStage;
 
-  unsigned a[2][4], b[2][kCols][4];
-  ldmatrix_x4(a[0], stages + reading + a_lane);
+  /// Adds to `sum` the products of `steps` steps. In the last 16 of a step's depth the next step's
+  /// tiles have to be there, and no warp reads this step's any more: it has all fragments. So the
+  /// barrier stands there, and the copies after it may go to the stage that was read.
+  template <class Source, class Sum>
+  __device__ __forceinline__ void multiply(Source& source, int steps, Sum& sum) {
+    constexpr int kSlots = (BK / 16 - 1) * kRows;  // where copies may be started
+    for (int step = 0; step < steps; ++step) {
 #pragma unroll
-  for (int j = 0; j < kCols; ++j) ldmatrix_x4_trans(b[0][j], stages + reading + (b_lane ^ 16 * j));
-  for (int step = 0; step < steps; ++step) {
-#pragma unroll
-    for (int k = 0; k < BK; k += 16) {
-      const bool turns = k + 16 == BK;
-      const int now = k / 16 % 2, next_k = (k + 16) % BK;
-      const int from_row = turns ? kTurn : 0;  // the first that loads of the next 16
-#pragma unroll
-      for (int i = 0; i < kRows; ++i) {
-        if (i + 1 < kRows)
-          ldmatrix_x4(a[(i + 1) % 2], stages + reading + (a_lane ^ k) + (i + 1) * 16 * BK);
-        if (turns && i == kTurn) {  // after the last step: loaded, but never used
+      for (int k = 0; k < BK; k += 16) {
+        if (k + 16 == BK) {
+          copy_async_commit();
           copy_async_wait<kStages - 2>();
           __syncthreads();
-          reading += Tile::kStage;
-          if (reading == kStages * Tile::kStage) reading = 0;
+          reading = next(reading), writing = next(writing);
         }
-        if (i + 1 == kRows) ldmatrix_x4(a[(i + 1) % 2], stages + reading + (a_lane ^ next_k));
-        if (i >= from_row) {
-          constexpr int kAll = kCols;
-          const int rows = kRows - from_row, at = i - from_row;
 #pragma unroll
-          for (int j = 0; j < kAll; ++j) {
-            if (j * rows / kAll != at) continue;
-            ldmatrix_x4_trans(b[1 - now][j], stages + reading + (b_lane ^ 16 * j) + next_k * BN);
+        for (int i = 0; i < kRows; ++i) {
+          k / 16 % 2 == 0 ? load_fragments<1>(i, (k + 16) % BK)
+                          : load_fragments<0>(i, (k + 16) % BK);
+          start_parts<0, kSlots>(source, k / 16 * kRows + i);
+          // Along a row of sums and back along the next one: at each turn B's fragments stay.
+#pragma unroll
+          for (int forth = 0; forth < 2 * kCols; ++forth) {
+            const int j = i % 2 == 0 ? forth : 2 * kCols - 1 - forth, now = k / 16 % 2;
+            mma_m16n8k16<T>(sum[i][j], a[now][i], b[now][j / 2][j % 2 * 2],
+                            b[now][j / 2][j % 2 * 2 + 1]);
           }
-        }
-        if (k == 0 && i == 0) {
-          if (step + kStages - 1 < steps) copies.start(stages + writing);
-          copy_async_commit();
-          writing += Tile::kStage;
-          if (writing == kStages * Tile::kStage) writing = 0;
-        }
-#pragma unroll
-        for (int forth = 0; forth < 2 * kCols; ++forth) {
-          const int j = i % 2 == 0 ? forth : 2 * kCols - 1 - forth;
-          mma_m16n8k16<T>(sum[i][j], a[i % 2], b[now][j / 2][j % 2 * 2],
-                          b[now][j / 2][j % 2 * 2 + 1]);
         }
       }
     }
   }
-}
+
+ private:
+  static constexpr int BK = Tile::BK, BN = Tile::BN, kStages = Tile::kStages;
+  static constexpr int kRows = Tile::WM / 16, kCols = Tile::WN / 16;
+  static constexpr int kParts = Tile::kParts;
+
+  /// Where the stage after this one is, in elements.
+  __device__ static int next(int stage) {
+    return stage + Tile::kStage == kStages * Tile::kStage ? 0 : stage + Tile::kStage;
+  }
+  /// Loads those of k that belong to row i of 16: of A this row's, and of B an equal share.
+  template <int kBuffer>
+  __device__ __forceinline__ void load_fragments(int i, int k) {
+    ldmatrix_x4(a[kBuffer][i], stages + reading + (a_lane ^ k) + i * 16 * BK);
+#pragma unroll
+    for (int j = 0; j < kCols; ++j) {
+      if (j * kRows / kCols != i) continue;
+      ldmatrix_x4_trans(b[kBuffer][j], stages + reading + (b_lane ^ 16 * j) + k * BN);
+    }
+  }
+  /// Starts the part whose slot this is.
+  template <int kPart, int kSlots, class Source>
+  __device__ __forceinline__ void start_parts(Source& source, int slot) {
+    if constexpr (kPart < kParts) {
+      if (slot == kPart * kSlots / kParts) {
+        source.template start<kPart, kParts>(stages + writing);
+      }
+      start_parts<kPart + 1, kSlots>(source, slot);
+    }
+  }
+
+  T* const stages;
+  int reading = 0, writing = (kStages - 1) * Tile::kStage;  // stages
+  const int lane = static_cast<int>(threadIdx.x) % 32, warp = static_cast<int>(threadIdx.x) / 32;
+  const int a_lane = swizzle<BK>(warp / Tile::kWarpsN * Tile::WM + lane % 16, lane / 16 * 8);
+  const int b_lane =
+      Tile::kTileA + swizzle<BN>(lane % 16, warp % Tile::kWarpsN * Tile::WN + lane / 16 * 8);
+  unsigned a[2][kRows][4], b[2][kCols][4];
+};
 
 /// Adds up the sums of all slices of a tile. Returns whether this block has them then: the last one
 /// that comes.
@@ -221,39 +279,95 @@ __device__ __forceinline__ bool add_slices_up(Sum& sum, const MmaSlices& slices,
   return true;
 }
 
-/// A block has a tile, or a slice of its depth. Tiles are taken in groups of as many rows as fit
-/// into about 2048, column by column, so that blocks that run at the same time share what they read
-/// (lesson 3, *The order of blocks*). finish(sum, staging, row, col) is called by each warp with
-/// the first row and column of its sums, counted in columns of one factor; `staging`, shared memory
-/// for as many results, is the warp's own.
+/// What a launch computes, item by item: an item is a tile, or a slice of its depth. Tiles are taken
+/// in groups of as many rows as fit into about 2048, column by column, so that blocks that run at
+/// the same time share what they read (lesson 3, *The order of blocks*).
+template <class Tile, typename T, int kFactors>
+class MmaItems {
+ public:
+  struct Item {
+    int tile, slice, row0, col0, begin, end;  // of the results, and of the depth
+    __device__ int steps() const { return (end - begin + Tile::BK - 1) / Tile::BK; }
+  };
+
+  /// The block begins with the item of its number, and goes on to every gridDim.x-th.
+  __device__ MmaItems(const MmaFactors<T, kFactors>& factors, const MmaSlices& slices)
+      : of(factors), slices(slices), copied(static_cast<int>(blockIdx.x)) {
+    begin_copies();
+  }
+  __device__ Item operator[](int number) const { return place(of, slices, number); }
+  __device__ static Item place(const MmaFactors<T, kFactors>& of, const MmaSlices& slices,
+                               int number) {
+    const int tiles_m = (of.rows + Tile::BM - 1) / Tile::BM;
+    const int tiles_n = (of.cols + kCols - 1) / kCols;
+    const int tile = number / slices.count, slice = number % slices.count;
+    const int first = tile / (kGroup * tiles_n) * kGroup, within = tile % (kGroup * tiles_n);
+    const int group = min(kGroup, tiles_m - first), begin = slice * slices.steps * Tile::BK;
+    const int64_t end = int64_t{begin} + int64_t{slices.steps} * Tile::BK;
+    return {tile,
+            slice,
+            (first + within % group) * Tile::BM,
+            within / group * kCols,
+            begin,
+            static_cast<int>(min(int64_t{of.depth}, end))};
+  }
+  /// For MmaPipeline: of one item after the other.
+  template <int kPart, int kParts>
+  __device__ __forceinline__ void start(T* stage) {
+    copies.template start<kPart, kParts>(stage);
+    if (kPart + 1 < kParts || !copies.done() || copied >= slices.items) return;
+    copied += static_cast<int>(gridDim.x);
+    if (copied < slices.items) begin_copies();
+  }
+
+ private:
+  static constexpr int kCols = Tile::BN / kFactors;  // of each factor
+  static constexpr int kGroup = 2048 / Tile::BM;
+
+  __device__ void begin_copies() {
+    const Item item = (*this)[copied];
+    copies.begin(of, item.row0, item.col0, item.begin, item.end);
+  }
+
+  const MmaFactors<T, kFactors>& of;
+  const MmaSlices& slices;
+  int copied;  // the item that copies are of
+  MmaCopies<Tile, T, kFactors> copies;
+};
+
+/// A block has every gridDim.x-th item. finish(sum, row, col) is called by each warp with the first
+/// row and column of its sums, counted in columns of one factor.
 template <class Tile, typename T, int kFactors, class Epilogue>
 __global__ void __launch_bounds__(Tile::kThreads, Tile::kResident)
     mma_product(const __grid_constant__ MmaFactors<T, kFactors> of,
                 const __grid_constant__ MmaSlices slices, const __grid_constant__ Epilogue finish) {
-  constexpr int kCols = Tile::BN / kFactors;  // of each factor
-  constexpr int kGroup = 2048 / Tile::BM;
   extern __shared__ __align__(128) char mma_stages[];
-  T* const stages = reinterpret_cast<T*>(mma_stages);
-  const int tiles_m = (of.rows + Tile::BM - 1) / Tile::BM;
-  const int tiles_n = (of.cols + kCols - 1) / kCols;
-  const int tile = static_cast<int>(blockIdx.x) / slices.count;
-  const int slice = static_cast<int>(blockIdx.x) % slices.count;
-  const int first = tile / (kGroup * tiles_n) * kGroup, within = tile % (kGroup * tiles_n);
-  const int group = min(kGroup, tiles_m - first);
-  const int row0 = (first + within % group) * Tile::BM, col0 = within / group * kCols;
-
-  const int begin = slice * slices.steps * Tile::BK;
-  const int end =
-      static_cast<int>(min(int64_t{of.depth}, int64_t{begin} + int64_t{slices.steps} * Tile::BK));
-  float sum[Tile::WM / 16][Tile::WN / 8][4] = {};
-  MmaCopies<Tile, T, kFactors> copies(of, row0, col0, begin, end);
-  multiply_steps<Tile>(stages, copies, (end - begin + Tile::BK - 1) / Tile::BK, sum);
-  if (slices.count > 1 && !add_slices_up<Tile>(sum, slices, tile, slice)) return;
-
-  __syncthreads();  // all have read their last tiles
+  MmaItems<Tile, T, kFactors> items(of, slices);
+  MmaPipeline<Tile, T> pipeline(reinterpret_cast<T*>(mma_stages), items);
   const int warp = threadIdx.x / 32;
-  finish(sum, stages + warp * Tile::WM * Tile::WN, row0 + warp / Tile::kWarpsN * Tile::WM,
-         col0 + warp % Tile::kWarpsN * (Tile::WN / kFactors));
+  for (int number = blockIdx.x; number < slices.items; number += gridDim.x) {
+    const auto item = items[number];
+    float sum[Tile::WM / 16][Tile::WN / 8][4] = {};
+    pipeline.multiply(items, item.steps(), sum);
+    if (slices.count > 1 && !add_slices_up<Tile>(sum, slices, item.tile, item.slice)) continue;
+    finish(sum, item.row0 + warp / Tile::kWarpsN * Tile::WM,
+           item.col0 + warp % Tile::kWarpsN * (Tile::WN / kFactors));
+  }
+  copy_async_wait<0>();  // zeros that nobody reads
+}
+
+/// Of each of a quad's lanes the four words become the first, or second, ... word of all four.
+__device__ __forceinline__ void transpose_quad(unsigned (&words)[4]) {
+#pragma unroll
+  for (int by = 1; by <= 2; by *= 2) {
+    const bool upper = threadIdx.x & by;
+#pragma unroll
+    for (int i = 0; i < 2; ++i) {
+      unsigned &low = words[by == 1 ? 2 * i : i], &high = words[by == 1 ? 2 * i + 1 : i + 2];
+      const unsigned other = __shfl_xor_sync(kAllLanes, upper ? low : high, by);
+      (upper ? low : high) = other;
+    }
+  }
 }
 
 /// Where results go: a matrix (rows, cols) with rows `stride` elements apart.
@@ -264,34 +378,31 @@ struct MmaResults {
   int rows, cols;
 
   /// Stores a warp's kRows x kCols results from (row0, col0) on. pair(i, j) computes a pair of
-  /// them, rounded: see for_pairs() in primitives/fragments.cuh. They go through `staging`, and
-  /// leave from there as 16 bytes a lane where rows are aligned, else as neighbours in 2 bytes.
+  /// them, rounded: see for_pairs() in primitives/fragments.cuh. Four lanes that have pairs of the
+  /// same 32 columns exchange them, so that each has 8 neighbours, 16 bytes.
   template <int kRows, int kCols, typename Pair>
-  __device__ __forceinline__ void store(T* staging, int row0, int col0, Pair pair) const {
-    using namespace primitives;
+  __device__ __forceinline__ void store(int row0, int col0, Pair pair) const {
+    static_assert(kCols % 32 == 0);
+    const int lane = threadIdx.x % 32;
 #pragma unroll
     for (int i = 0; i < kRows / 8; ++i) {
+      const int row = row0 + 8 * i + lane / 4;
 #pragma unroll
-      for (int j = 0; j < kCols / 8; ++j) *pair_in<kCols>(staging, 0, 0, i, j) = pair(i, j);
-    }
-    __syncwarp();
-    const bool aligned = stride % 8 == 0;
-    const int lane = threadIdx.x % 32;
-    for (int i = lane * 8; i < kRows * kCols && aligned; i += 32 * 8) {
-      const int row = row0 + i / kCols, col = col0 + i % kCols;
-      if (row >= rows || col >= cols) continue;
-      T* const at = to + row * stride + col;
-      const T* const piece = staging + swizzle<kCols>(i / kCols, i % kCols);
-      if (col + 8 <= cols) {
-        *reinterpret_cast<uint4*>(at) = *reinterpret_cast<const uint4*>(piece);
-      } else {
-        for (int e = 0; col + e < cols; ++e) at[e] = piece[e];
-      }
-    }
-    for (int i = lane; i < kRows * kCols && !aligned; i += 32) {
-      const int row = row0 + i / kCols, col = col0 + i % kCols;
-      if (row < rows && col < cols) {
-        to[row * stride + col] = staging[swizzle<kCols>(i / kCols, i % kCols)];
+      for (int j = 0; j < kCols / 8; j += 4) {
+        unsigned words[4] = {pair(i, j), pair(i, j + 1), pair(i, j + 2), pair(i, j + 3)};
+        transpose_quad(words);
+        const int col = col0 + 8 * (j + lane % 4);
+        if (row >= rows || col >= cols) continue;
+        T* const at = to + row * stride + col;
+        if (stride % 8 == 0 && col + 8 <= cols) {
+          *reinterpret_cast<uint4*>(at) = make_uint4(words[0], words[1], words[2], words[3]);
+        } else {
+          const T* const all = reinterpret_cast<const T*>(words);
+#pragma unroll
+          for (int e = 0; e < 8; ++e) {
+            if (col + e < cols) at[e] = all[e];
+          }
+        }
       }
     }
   }

@@ -401,7 +401,11 @@ def _register(library_of_operators, row, run, save, backward):
         """Results without their numbers. Sizes may be symbols, which are not compared: the call does that."""
         operands = dict(zip(row.operands, inputs))
         numbers = dict(zip(row.numbers, with_defaults(inputs[count:])))
-        sizes = (row.known(row.given(**numbers)) if row.given else {}) | row.sizes(operands)
+        sizes = row.sizes(operands)
+        if any(each not in sizes for name in row.results for each in row.shape_of(name)):  # such as that of grades
+            plain = {each: tuple(map(operator.index, value)) if isinstance(value, (list, tuple)) else value
+                     for each, value in numbers.items()}
+            sizes = row.known(row.given(**plain)) | sizes
         layouts = _results(row, operands, numbers, sizes)
         results = {each: None if not layout else _empty_as(row, operands[row.like[each]]) if each in row.like
                    else inputs[0].new_empty(layout[0], dtype=layout[1]) for each, layout in layouts.items()}

@@ -265,7 +265,7 @@ class _Spectrum(torch.autograd.Function):
     def forward(ctx, block, mesh, x, times, *weights):
         own, product, math = mesh.factors, calls["product"], _math_of(torch.float32)
         vertices, width = x.shape[-2:]
-        apart = *x.shape[:-2], -1, vertices, width  # what is below each other, such as real and imaginary parts
+        apart = *x.shape[:-2], -1, vertices, width  # below each other are: x diffused, xr and xi; then re and im
         damping = torch.exp(own.minus_evals * times)
         spectral = damping * product(own.evecs_t, (mesh.mass.unsqueeze(-1) * x).contiguous(), math)
         results = product(own.basis if weights else mesh.evecs, spectral, math).view(apart)

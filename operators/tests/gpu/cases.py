@@ -1059,9 +1059,10 @@ CASES = [
                                    clifford_connected_kept_backward)
       for sizes in ((1, 1), (5, 13), (300, 64), (1000, 260), (4096, 512), (20, 128, (2, 0, 0)),
                     (700, 130, (2, 0, 0), False))),
+    # Of one feature the norm leaves gradients that are differences of nearly the same numbers: there is none then.
     *(make(*sizes) for make in (clifford_layer, clifford_layer_backward)
-      for sizes in ((1, 1), (5, 13), (300, 64), (1000, 260), (37, 1028), (4096, 512), (20, 128, (2, 0, 0)),
-                    (700, 130, (2, 0, 0), False))),
+      for sizes in ((1, 1, (3, 0, 0), False), (5, 13), (300, 64), (1000, 260), (37, 1028), (4096, 512),
+                    (20, 128, (2, 0, 0)), (700, 130, (2, 0, 0), False))),
     *(make(21, 40, signature) for make in (clifford_layer, clifford_layer_backward)
       for signature in fused_kernels.TRIPLES),
 ]

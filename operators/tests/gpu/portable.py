@@ -1,7 +1,8 @@
 """Milliseconds of the ways for GPUs that are no Hopper, beside PyTorch's operators and torch.compile of these, on the
 GPU that is there: `FUSED_KERNELS_CAPABILITY=8.0 python3 operators/tests/gpu/portable.py [--json FILE] [FUNCTION...]`,
 where FUSED_KERNELS_LIBRARY names the library. A record belongs into results/<gpu>/python/portable.json; that of 8.9,
-whose blocks have at most 99 KB of shared memory, into portable-8.9.json beside it.
+whose blocks have at most 99 KB of shared memory, into portable-8.9.json beside it: with --ours, since the others are
+the same.
 
 Rows are measured as times.py measures them: each a CUDA graph, in turn, with a cold L2 cache; the median counts. What
 ours is compared with is the faster one of the two others, in the same run; `bar` is what the ratio has to be. Before,
@@ -82,18 +83,20 @@ FUNCTIONS = {"product": product, "gated layer": gated_layer, "diffusion": diffus
              "Clifford product": clifford, "connected Clifford product": clifford_connected}
 
 
-def measure(row, backward, compiled):
-    """The record of a row; without torch.compile unless `compiled`. `way`: forward's. (Backward is called by a thread
-    of PyTorch's.)"""
+def measure(row, backward, options):
+    """The record of a row. `way`: forward's. (Backward is called by a thread of PyTorch's.)"""
     torch.compiler.reset()
     torch.set_float32_matmul_precision("high" if row.name.endswith("tf32") else "highest")
-    took, own, other = times.measure(row.case, row.by_pytorch, backward, compiled)
+    names = ("ours",) if options.ours else ("PyTorch", "compiled", "ours")
+    took, own, other = times.measure(row.case, row.by_pytorch, backward, not (options.eager or options.ours), names)
     way = fused_kernels.library().fk_last_way().decode()
     assert own <= 2 * other, f"{row.name}: the relative error is {own}; that of PyTorch's operators is {other}"
-    ratio, bar = min(took[name] for name in took if name != "ours") / took["ours"], row.bars[backward]
+    others = [took[name] for name in took if name != "ours"]
+    ratio, bar = min(others) / took["ours"] if others else None, row.bars[backward]
     label = row.name + ("; with backward" if backward else "")
-    print(f"{label:60}" + "".join(f"{time:10.4f}" for time in took.values()) + f"{own:10.1e}{other:10.1e}{ratio:8.2f}"
-          + (f" {'reaches' if ratio >= bar else 'MISSES'} {bar}" if bar else "") + f"   [{way}]", flush=True)
+    print(f"{label:60}" + "".join(f"{time:10.4f}" for time in took.values()) + f"{own:10.1e}{other:10.1e}"
+          + (f"{ratio:8.2f}" if ratio else "")
+          + (f" {'reaches' if ratio >= bar else 'MISSES'} {bar}" if ratio and bar else "") + f"   [{way}]", flush=True)
     errors = {"ours": own, "PyTorch": other, "compiled": None}
     return {"name": label, "way": way, "ratio": ratio, "bar": bar,
             "kernels": [{"name": name, "ms": {"median": time}, "error": errors[name]} for name, time in took.items()]}
@@ -104,19 +107,20 @@ def main():
     parser.add_argument("functions", nargs="*", metavar="FUNCTION", help=f"of {', '.join(FUNCTIONS)}; all, if none")
     parser.add_argument("--json", help="write a record to this file")
     parser.add_argument("--eager", action="store_true", help="leave torch.compile out")
+    parser.add_argument("--ours", action="store_true", help="time nothing else")
     options = parser.parse_args()
     for name in options.functions:
         if name not in FUNCTIONS:
             parser.error(f"there is no function {name}")
     print(f"{torch.cuda.get_device_name()} as {os.environ.get(CAPABILITY, 'what it is')}, PyTorch {torch.__version__}; "
           f"ms, L2 cache cold, median of {times.SAMPLES}")
-    names = ["PyTorch", *(["compiled"] if not options.eager else []), "ours", "error", "PyTorch's"]
-    print(f"{'':60}" + "".join(f"{name:>10}" for name in names)
-          + f"{'ratio':>8}")
+    others = ["PyTorch", "compiled"][:0 if options.ours else 1 if options.eager else 2]
+    names = [*others, "ours", "error", "PyTorch's"]
+    print(f"{'':60}" + "".join(f"{name:>10}" for name in names) + ("" if options.ours else f"{'ratio':>8}"))
     measured = []
     for name in options.functions or FUNCTIONS:
         for row in FUNCTIONS[name]():
-            measured += [measure(row, backward, not options.eager) for backward in row.bars]
+            measured += [measure(row, backward, options) for backward in row.bars]
             if options.json:
                 cases.write_record(options.json, measured)
 

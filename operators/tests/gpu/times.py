@@ -83,8 +83,8 @@ def further():
     layers = (((65536, 512, 512, 512), True), ((65536, 512, 512, 512), False), ((1 << 20, 128, 128, 64), True))
     for shape, gated in layers:
         case = cases.gating_two(*shape, dtype=BF16, gated=gated, biases=False)
-        yield (f"silu(x W) * {'silu(y V)' if gated else '(y V)'}, {shape[0]} x {shape[1]}, {shape[3]} hidden, bf16", case,
-               case.formula)
+        values = "silu(y V)" if gated else "(y V)"
+        yield f"silu(x W) * {values}, {shape[0]} x {shape[1]}, {shape[3]} hidden, bf16", case, case.formula
     for batch, size in ((1024, 64), (128, 512)):
         for transposed, name in ("", "a b"), ("b", "a b^T"), ("a", "a^T b"):
             case = cases.any_product("batch", *2 * [(batch, size, size)], FP16, transposed)
@@ -147,8 +147,9 @@ def milliseconds(graphs):
     return {name: statistics.median(own[3:]) for name, own in times.items()}
 
 
-def measure(case, by_pytorch, backward, compiled=True):
-    """({name: ms}, error of ours, error of PyTorch's operators). torch.compile is left out unless `compiled`."""
+def measure(case, by_pytorch, backward, compiled=True, timed=("PyTorch", "compiled", "ours")):
+    """({name: ms} of those that are `timed`, error of ours, error of PyTorch's operators). torch.compile is left out
+    unless `compiled`."""
     operands = operands_of(case)
     wanted = [operands[at].requires_grad_() for at in case.wants_gradients] if backward else []
     functions = {"PyTorch": by_pytorch, "compiled": torch.compile(by_pytorch), "ours": case.run}
@@ -162,7 +163,7 @@ def measure(case, by_pytorch, backward, compiled=True):
     errors = [error(steps[name](), exact) for name in ("ours", "PyTorch")]
     del doubles, at, exact
     torch.cuda.empty_cache()
-    return milliseconds({name: captured(step) for name, step in steps.items()}), *errors
+    return milliseconds({name: captured(step) for name, step in steps.items() if name in timed}), *errors
 
 
 def main():
