@@ -1,7 +1,7 @@
 """The library's first guess for products in fp32, without a GPU. fp32_h200.json has the times of all ways that are not
-much slower than the best one, at shapes drawn at random, on an H200. (They were timed before the last fit: of 356 shapes
-29 are left out, whose first guess is now a way that was not timed.) The estimate knows a card by its numbers: on the
-CPU backend with as many multiprocessors it has to choose as well as there."""
+much slower than the best one, at shapes drawn at random, on an H200. (They were timed before the last fit: of 356
+shapes 29 are left out, whose first guess is now a way that was not timed.) The estimate knows a card by its numbers:
+on the CPU backend with as many multiprocessors it has to choose as well as there."""
 
 import json
 import math
