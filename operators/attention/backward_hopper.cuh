@@ -377,8 +377,9 @@ struct BackwardHopperBlock {
         shared.dS[stage][halves ? consumer : 0].across_k(), K[halves ? 0 : consumer].across_k(),
         false);
   }
-  /// The part of a step goes to dQ, if it is whole, or to where the parts of other keys are added to
-  /// it. As there are two stages, a step's stage is also the parity of how many there were before.
+  /// The part of a step goes to dQ, if it is whole, or to where the parts of other keys are added
+  /// to it. As there are two stages, a step's stage is also the parity of how many there were
+  /// before.
   __device__ __forceinline__ void add_part(const Sum<64>& part, const BackwardStep& step,
                                            int stage) const {
     static_assert(Tile::kStages == 2);

@@ -90,8 +90,8 @@ inline double microseconds(const BackwardTiles& of, const BackwardDivision& by) 
 }
 
 /// How the tiles should be divided: not at all, unless that saves a few per cent; or all; or, where
-/// they are equal, those that do not make a whole round, even if that saves less: few sums have to be
-/// added up then.
+/// they are equal, those that do not make a whole round, even if that saves less: few sums have to
+/// be added up then.
 inline BackwardDivision divide(const BackwardTiles& of) {
   BackwardDivision best;
   const double undivided = microseconds(of, best);
