@@ -472,9 +472,21 @@ def python_table(what):
     return "\n" + "\n".join(lines) + "\n"
 
 
+def choice_rows(label, of):
+    """A row of how good the first guess was, and another one if FlashAttention was beside it."""
+    rows = [[label, str(of["shapes"]), f"{of['geometric_mean']:.3f}", f"{of['above_1.1']:.1%}", f"{of['worst']:.2f}"]]
+    for library in ("library", "flash"):
+        if f"{library}_shapes" not in of:
+            continue
+        if library == "flash":
+            rows.append([f"{label}, beside FlashAttention", str(of["flash_shapes"]), "", "", ""])
+        rows[-1] += [f"{of[f'{library}_geometric_mean']:.2f}", f"{of[f'{library}_below_0.95']:.0%}",
+                     f"{of[f'{library}_worst']:.2f}"]
+    return ["| " + " | ".join(row + [""] * (8 - len(row))) + " |" for row in rows]
+
+
 def choice_table(what):
-    """What operators/tests/gpu/choice.py has recorded: a row for each function, for each other library beside it, and for
-    each shape that has a name."""
+    """What operators/tests/gpu/choice.py has recorded: rows for each function, and for its shapes that have a name."""
     run = record_named(what)
     lines = [f"{run['device']['name']}, PyTorch {run['pytorch']}.", "",
              "| | shapes | estimated / tried | above 1.1 | worst | library / ours | below 0.95 | worst |",
@@ -482,18 +494,9 @@ def choice_table(what):
     for name, of in run["functions"].items():
         if of["shapes"] == 0:
             continue
-        cells = [name, str(of["shapes"]), f"{of['geometric_mean']:.3f}", f"{of['above_1.1']:.1%}", f"{of['worst']:.2f}"]
-        rows = [cells]
-        for library, label in (("library", None), ("flash", "beside FlashAttention")):
-            if f"{library}_shapes" not in of:
-                continue
-            if label:
-                rows.append([f"{name}, {label}", str(of[f"{library}_shapes"]), "", "", ""])
-            rows[-1] += [f"{of[f'{library}_geometric_mean']:.2f}", f"{of[f'{library}_below_0.95']:.0%}",
-                         f"{of[f'{library}_worst']:.2f}"]
-        rows += [[f"{name}, {label}", "1", "", "", "", f"{found['library_ratio']:.2f}"]
-                 for label, found in of.get("named", {}).items()]
-        lines += ["| " + " | ".join(row + [""] * (8 - len(row))) + " |" for row in rows]
+        lines += choice_rows(name, of)
+        for label, named in of.get("named", {}).items():
+            lines += choice_rows(f"{name}, {label}", named)
     return "\n" + "\n".join(lines) + "\n"
 
 

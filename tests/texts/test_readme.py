@@ -422,7 +422,7 @@ def test_choice_marker(update_readme):
     own = {"shapes": 200, "geometric_mean": 1.0123, "above_1.1": 0.025, "worst": 1.333}
     beside = {"library_shapes": 150, "library_geometric_mean": 1.5, "library_below_0.95": 0.1, "library_worst": 0.8}
     flash = {"flash_shapes": 9, "flash_geometric_mean": 1.25, "flash_below_0.95": 0.0, "flash_worst": 0.96}
-    named = {"named": {"197 queries": {"us": 200.0, "library_ratio": 0.9}}}
+    named = {"named": {"197 queries": own | beside}}
     (folder / "choice.json").write_text(json.dumps({
         "device": {"name": "A GPU"}, "pytorch": "2.11", "functions": {
             "gated layer": own, "product": own | beside, "attention": own | beside | flash | named}}))
@@ -431,7 +431,7 @@ def test_choice_marker(update_readme):
     assert "| gated layer | 200 | 1.012 | 2.5% | 1.33 |  |  |  |\n" in page
     assert "| product | 200 | 1.012 | 2.5% | 1.33 | 1.50 | 10% | 0.80 |\n" in page
     assert "| attention, beside FlashAttention | 9 |  |  |  | 1.25 | 0% | 0.96 |\n" in page
-    assert "| attention, 197 queries | 1 |  |  |  | 0.90 |  |  |\n" in page
+    assert "| attention, 197 queries | 200 | 1.012 | 2.5% | 1.33 | 1.50 | 10% | 0.80 |\n" in page
 
 
 @pytest.mark.parametrize("page", PAGES)

@@ -12,8 +12,7 @@ graphs of a shape take turns, with operands in a warm cache, and the median coun
                                              precision; cuDNN for attention) over ours, as estimated: above 1 ours is
                                              the faster one
   flash_...                                  the same, of FlashAttention's gradients
-  named                                      the library's time over ours at single shapes of NAMED, which are not among
-                                             the others"""
+  named                                      the same at shapes of NAMED, which are not among the others"""
 
 import argparse
 import contextlib
@@ -153,9 +152,17 @@ FUNCTIONS = {
 }
 
 
+def whole_models(width):
+    """Shapes of 16,384 tokens and heads of this width, 2048 numbers of them for a token."""
+    heads = 2048 // width
+    return [(16384 // tokens, tokens, tokens, heads, heads, width, causal)
+            for causal in (False, True) for tokens in (512, 1024, 2048, 4096, 8192, 16384)]
+
+
 # Shapes that are measured in any case: (batch, queries, keys, heads, kv_heads, width, causal).
 NAMED = {"gradients of attention": {f"64 x 12 heads, 197 queries, {'causal' if causal else 'full'}":
-                                    (64, 197, 197, 12, 12, 64, causal) for causal in (False, True)}}
+                                    [(64, 197, 197, 12, 12, 64, causal)] for causal in (False, True)}
+         | {f"16,384 tokens, heads of {width}": whole_models(width) for width in (64, 128, 256)}}
 STREAM = torch.cuda.Stream()
 
 
@@ -224,22 +231,29 @@ def measure_shape(function, other):
     return took, tried, dict(zip(others, by_others)), way, tried_way
 
 
+def compare(guesses, others, took, tried, by_others, way, tried_way):
+    """Appends what a shape says."""
+    guesses.append(took / tried if way != tried_way else 1.0)
+    for each, by_other in by_others.items():
+        others.setdefault(each, []).append(by_other / took)
+
+
 def measure(name, seconds):
     """The summary of a function, and its shapes, with how many times as long they take as another way or library."""
     torch.set_float32_matmul_precision("high" if name.endswith("tf32") else "highest")
     named = {}
-    for label, shape in NAMED.get(name, {}).items():
-        took, _, by_others, *_ = measure_shape(*FUNCTIONS[name](shape)[1:])
-        named[label] = {"us": took} | {f"{each}_ratio": time / took for each, time in by_others.items()}
+    for label, named_shapes in NAMED.get(name, {}).items():
+        guesses, others = [], {}
+        for shape in named_shapes:
+            compare(guesses, others, *measure_shape(*FUNCTIONS[name](shape)[1:]))
+        named[label] = summary(guesses, others)
     guesses, others, shapes, end = [], {}, [], time.monotonic() + seconds
     while time.monotonic() < end:
         shape, function, other = FUNCTIONS[name]()
-        took, tried, by_others, way, tried_way = measure_shape(function, other)
+        found = took, tried, by_others, way, tried_way = measure_shape(function, other)
         if took < LEAST:
             continue
-        guesses.append(took / tried if way != tried_way else 1.0)
-        for each, by_other in by_others.items():
-            others.setdefault(each, []).append(by_other / took)
+        compare(guesses, others, *found)
         slower = max(guesses[-1], took / min(by_others.values(), default=took))
         shapes.append((slower, shape, f"{took:.1f} us [{way}], tried {tried:.1f} us [{tried_way}]"
                        + "".join(f", {each} {by_other:.1f} us" for each, by_other in by_others.items())))
