@@ -113,7 +113,7 @@ __global__ void __launch_bounds__(Tile::kThreads, Tile::kResident)
   const int rank = static_cast<int>(blockIdx.x) % ranges;
   const typename Tile::Meeting meeting = {
       tiles, reinterpret_cast<Barrier*>(tiles + Tile::kBarriersAt), rank, ranges};
-  meeting.prepare();
+  meeting.set_up();
   wait_for_previous_kernel();
   add_fp32_steps<Tile, kAlignedB>(tiles, of, row0, col0,
                                   static_cast<int>(int64_t{steps} * rank / ranges),

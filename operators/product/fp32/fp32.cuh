@@ -442,7 +442,7 @@ __global__ void __launch_bounds__(kFp32Threads, Tile::kResident)
       fp32_tiles, reinterpret_cast<Barrier*>(fp32_tiles + Tile::kShared),
       static_cast<int>(blockIdx.x) % timetable.ranges, timetable.ranges};
 #if CLUSTER_CODE
-  if (Tile::kSlices > 1 && timetable.ranges > 1) meeting.prepare();
+  if (Tile::kSlices > 1 && timetable.ranges > 1) meeting.set_up();
 #endif
   if (!handover.waits) wait_for_previous_kernel();
   for (int i = 0;; ++i) {

@@ -38,7 +38,7 @@ struct Fp32Meeting {
 
 #if CLUSTER_CODE
   /// All threads call this, before they multiply.
-  __device__ void prepare() const {
+  __device__ void set_up() const {
     if (threadIdx.x == 0) {
       barrier_init(&barriers[0], ranges);
       barrier_init(&barriers[1], 1);
