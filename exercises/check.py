@@ -265,28 +265,28 @@ def _say(text):
 def started(command, stdin=subprocess.DEVNULL, **options):
     """A process, and all that it starts. They end with the block, however that ends. There is nothing to read for it,
     if it is not said what is."""
-    came = []  # meanwhile: it must not be started and forgotten
+    came, process = [], None  # signals meanwhile: it must not be started and forgotten
     ours = threading.current_thread() is threading.main_thread()  # others get no signals, and may set none
-    handlers = {number: signal.signal(number, lambda number, _: came.append(number))
-                for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP) if ours}
     try:
-        process = subprocess.Popen(command, stdin=stdin, start_new_session=True, **options)
-    finally:
-        for number, handler in handlers.items():
-            signal.signal(number, handler)
-    try:
+        handlers = {number: signal.signal(number, lambda number, _: came.append(number))
+                    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP) if ours}
+        try:
+            process = subprocess.Popen(command, stdin=stdin, start_new_session=True, **options)
+        finally:
+            for number, handler in handlers.items():
+                signal.signal(number, handler)
         for number in came:
             signal.raise_signal(number)
         yield process
     finally:
         for number in (signal.SIGTERM, signal.SIGKILL):
-            if process.poll() is None:
+            if process and process.poll() is None:
                 os.killpg(process.pid, number)
                 try:
                     process.wait(5)
                 except subprocess.TimeoutExpired:
                     pass
-        if process.stdout:
+        if process and process.stdout:
             process.stdout.close()
 
 
