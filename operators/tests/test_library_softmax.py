@@ -242,8 +242,8 @@ def test_two_threads_with_two_streams_call_at_the_same_time(library, kind):
 
 
 @pytest.mark.parametrize("options, slices", [(dict(rows=65, inputs=40, classes=36), b""),
-                                             (dict(rows=100, inputs=2000, classes=100), b"; half fused; slices: ")])
-def test_the_logits_of_losses_come_from_tensor_cores(library, options, slices):
+                                             (dict(rows=100, inputs=2000, classes=100), b"; slices: ")])
+def test_the_logits_of_losses_come_from_products(library, options, slices):
     """Of few logits of many inputs each is the sum of slices."""
     CrossEntropy(library, **options).run_twice()
     assert slices in library.fk_last_way(), library.fk_last_way()
