@@ -172,7 +172,7 @@ SHARED_TILES = ("513",)
 # Of short sums small blocks compute a product, of long ones the slices of a block; and few blocks share three tiles.
 SHORT_PRODUCT = ("33", "--type", "fp32")
 SMALL_PRODUCT = ("33", "--depth", "600", "--type", "fp32")
-SHARED_PRODUCT = ("33", "--columns", "129", "--depth", "1500", "--type", "fp32")
+SHARED_PRODUCT = ("65", "--columns", "129", "--depth", "1500", "--type", "fp32")
 # The layer's M = 1024 rows are enough for many blocks; one odd and one even step along K.
 LAYER_ARGUMENTS = ("1", "--channels", "72", "--hidden", "8")
 # One tile of the spectrum and three slices of V, one of them of two steps.
