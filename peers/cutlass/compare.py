@@ -17,7 +17,6 @@ Before, each result is compared with one in fp64.
 import argparse
 import ctypes
 import pathlib
-import statistics
 import sys
 
 import torch
@@ -27,9 +26,9 @@ for folder in ("operators/python", "peers", "results", "results/questions"):
     sys.path.insert(0, str(ROOT / folder))
 import answers  # noqa: E402
 import fused_kernels  # noqa: E402
-from cold_cache import ColdCache  # noqa: E402
+from cold_cache import SAMPLES, milliseconds  # noqa: E402
 
-SAMPLES, FP16 = 30, torch.float16
+FP16 = torch.float16
 MULTIPROCESSORS = torch.cuda.get_device_properties(0).multi_processor_count
 
 
@@ -73,25 +72,6 @@ def captured(step, calls):
     return graph
 
 
-def milliseconds(steps, calls):
-    """The median of each, in turn: of one call with a cold cache, or of one of `calls` calls."""
-    cache = ColdCache(torch.cuda.get_device_properties(0).L2_cache_size)
-    graphs = {name: captured(step, calls) for name, step in steps.items()}
-    times = {name: [] for name in graphs}
-    for sample in range(SAMPLES + 3):
-        for name, graph in graphs.items():
-            graph.replay()
-            if calls == 1:
-                cache.make_cold(sample)
-            start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-            start.record()
-            graph.replay()
-            end.record()
-            end.synchronize()
-            times[name].append(start.elapsed_time(end) / calls)
-    return {name: statistics.median(own[3:]) for name, own in times.items()}
-
-
 def row(label, steps, out, expected, calls):
     """A row of the table: steps "ours", "PyTorch" and CUTLASS's ways write `out`, or return the result."""
     for name, step in steps.items():
@@ -101,10 +81,11 @@ def row(label, steps, out, expected, calls):
         error = ((found - expected).norm() / expected.norm()).item()
         if not error < 1e-3:
             sys.exit(f"{label}, {name}: the relative error is {error}")
-    ways = milliseconds({name: step for name, step in steps.items() if name not in ("ours", "PyTorch")}, calls)
+    graphs = {name: captured(step, calls) for name, step in steps.items()}
+    ways = milliseconds({name: graph for name, graph in graphs.items() if name not in ("ours", "PyTorch")}, calls)
     best = min(ways, key=ways.get)
     print(label, {name: round(time, 5) for name, time in ways.items()}, flush=True)
-    ms = milliseconds({name: steps[name] for name in ("ours", "PyTorch", best)}, calls)
+    ms = milliseconds({name: graphs[name] for name in ("ours", "PyTorch", best)}, calls)
     return [label, ms["ours"], ms["PyTorch"], ms[best], ms[best] / ms["ours"], best]
 
 

@@ -6,16 +6,13 @@ PyTorch calls cuBLASLt. The numbers are uniform between -1 and 1. fp8 is e4m3, a
 the nearest of 255 whole numbers, 127 times as large. B lies transposed, as both of these want it. Results are fp16, of
 int8 whole numbers of 32 bits. Each call is a CUDA graph of one, the types in turn, with a cold L2 cache.
 """
-import statistics
 import sys
 
 import answers
 import torch
 
 sys.path.insert(0, str(answers.ROOT / "peers"))
-from cold_cache import ColdCache  # noqa: E402
-
-SAMPLES = 30
+from cold_cache import SAMPLES, milliseconds  # noqa: E402
 
 
 def products(a, b):
@@ -46,25 +43,14 @@ def captured(call):
 def main():
     options = answers.parser_of(__doc__).parse_args()
     rows = []
-    cache = ColdCache(torch.cuda.get_device_properties(0).L2_cache_size)
     for n in (4096, 8192):
         a, b = (2 * torch.rand(n, n, device="cuda", dtype=torch.float64) - 1 for _ in range(2))
         exact = a @ b.t()
         calls = products(a, b)
         graphs = {kind: captured(call) for kind, (call, _) in calls.items()}
-        times = {kind: [] for kind in calls}
-        for sample in range(SAMPLES + 3):  # the first ones warm up
-            for kind, (graph, _) in graphs.items():
-                graph.replay()
-                cache.make_cold(sample)
-                start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-                start.record()
-                graph.replay()
-                end.record()
-                end.synchronize()
-                times[kind].append(start.elapsed_time(end))
+        times = milliseconds({kind: graph for kind, (graph, _) in graphs.items()})
         for kind, (_, result) in graphs.items():
-            ms = statistics.median(times[kind][3:])
+            ms = times[kind]
             error = ((calls[kind][1] * result.double() - exact).norm() / exact.norm()).item()
             rows.append([f"{kind}, {n} x {n} x {n}", ms, 2e-9 * n**3 / ms, error])
         del graphs, calls, exact

@@ -9,7 +9,6 @@ What all three compute is compared before: the error is the largest difference o
 relative in the Frobenius norm, beside the same of PyTorch's in the operands' own type."""
 
 import argparse
-import statistics
 import sys
 
 import torch
@@ -19,9 +18,7 @@ import cases
 from cases import BF16, FP16, FP32, fused_kernels, tensors
 
 sys.path.insert(0, str(cases.ROOT / "peers"))
-from cold_cache import ColdCache
-
-SAMPLES = 30
+from cold_cache import SAMPLES, milliseconds
 
 
 def attention_by_pytorch(q, k, v):
@@ -129,22 +126,6 @@ def captured(step):
     with torch.cuda.graph(graph):
         step()
     return graph
-
-
-def milliseconds(graphs):
-    cache = ColdCache(torch.cuda.get_device_properties(0).L2_cache_size)
-    times = {name: [] for name in graphs}
-    for sample in range(SAMPLES + 3):  # the first ones warm up
-        for name, graph in graphs.items():
-            graph.replay()
-            cache.make_cold(sample)
-            start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-            start.record()
-            graph.replay()
-            end.record()
-            end.synchronize()
-            times[name].append(start.elapsed_time(end))
-    return {name: statistics.median(own[3:]) for name, own in times.items()}
 
 
 def measure(case, by_pytorch, backward, compiled=True, timed=("PyTorch", "compiled", "ours")):
