@@ -716,7 +716,7 @@ def test_the_fastest_way_is_found(backend):
     ("operators_gating", [1, "--channels", 96, "--hidden", 200], "operator",
      r"columns of a sum: 56; consumers: 4, in teams of 2; out in boxes; .*"),
     ("operators_gating", [2, "--channels", 136, "--hidden", 400], "operator",
-     r"columns of a sum: 56; consumers: 4, in teams of 4; out in boxes; .*; blocks side by side: 2"),
+     r"columns of a sum: 64; consumers: 2; out in boxes; .*; blocks side by side: 2"),
     ("operators_gating", [2, "--channels", 184, "--hidden", 203], "operator",
      r"columns of a sum: 56; consumers: 4, in teams of 2; out in parts; .*; blocks side by side: 2"),
     ("operators_softmax", [300, "--inputs", 300, "--classes", 260], "fused",
