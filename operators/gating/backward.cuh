@@ -320,10 +320,12 @@ class GatedLayerBackward {
     return {"", 2 * kNextLaunch, launch};
   }
 
-  /// dW1 and dW2 by one kernel, which reads x and [dS | dV] once; or one of them.
+  /// dW1 and dW2 by one kernel, which reads x and [dS | dV] once; or one of them. A step without a
+  /// launch where a grid cannot have so many blocks.
   Way weights_from_slices(const Input& of, const Memory<T>& d_W1, const Memory<T>& d_W2) const {
     const int64_t K = of.channels;
     const WeightPlan plan(M, K, stride);
+    if (!plan.fits()) return {};
     const auto of_slices =
         caller_.workspace.template any<float>(plan.slices * static_cast<size_t>(K * stride));
     // mma.sync reaches about 3e8 operations in a microsecond.
@@ -334,8 +336,9 @@ class GatedLayerBackward {
           of.x,     of.d, of.stride, M, plan.slice, static_cast<int>(K), static_cast<int>(stride),
           of_slices};
       primitives::allow_shared_bytes(weight_product<T>, WeightTile::kSharedBytes);
-      weight_product<T><<<dim3(plan.tiles, plan.slices), WeightTile::kThreads,
-                          WeightTile::kSharedBytes, caller_.stream>>>(in);
+      const dim3 blocks(static_cast<unsigned>(plan.tiles), plan.slices);
+      weight_product<T>
+          <<<blocks, WeightTile::kThreads, WeightTile::kSharedBytes, caller_.stream>>>(in);
       add_weights(of_slices.data(), static_cast<int>(plan.slices), K, d_W1, d_W2);
     };
     return {"", 2 * kFirstLaunch + std::max(operations / 3e8, of.read()) + once / memory_rate(),

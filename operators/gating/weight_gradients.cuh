@@ -4,6 +4,7 @@
 #pragma once
 
 #include <algorithm>
+#include <limits>
 
 #include "operators/operands.h"
 #include "primitives/async_copy.cuh"
@@ -125,18 +126,20 @@ __global__ void __launch_bounds__(kAddingCols* kAddingRows)
 
 /// How weight_product() is launched.
 struct WeightPlan {
-  unsigned tiles, slices;
-  int64_t slice;
+  int64_t tiles, slice;
+  unsigned slices;
 
   WeightPlan(int64_t rows, int64_t channels, int64_t cols) {
     using primitives::ceil_div, primitives::blocks_for;
     const int64_t side = WeightTile::kSide;
-    tiles = static_cast<unsigned>(ceil_div(channels, side) * ceil_div(cols, side));
+    tiles = ceil_div(channels, side) * ceil_div(cols, side);
     const int64_t fill = std::max<int64_t>(1, 2 * primitives::multiprocessors() / tiles);
     const int64_t steps = ceil_div(rows, int64_t{WeightTile::kStepRows});
     slice = ceil_div(steps, std::min(fill, ceil_div(steps, int64_t{4}))) * WeightTile::kStepRows;
     slices = blocks_for(rows, slice);
   }
+  /// Whether a grid can have so many blocks.
+  bool fits() const { return tiles <= std::numeric_limits<int>::max(); }
 };
 
 }  // namespace operators::gating

@@ -23,6 +23,7 @@ using namespace operators::product;
 
 constexpr int64_t kMostProducts = 1 << 20;  ///< of a batch
 constexpr int64_t kMostFp32Depth = 1 << 24;
+constexpr int64_t kMostElements = int64_t{1} << 60;  ///< of all matrices of a batch, or of copies
 constexpr int kAsExactDepth = 1024;  ///< beyond it true fp32 errs more than FK_TF32X3 does
 
 /// What a type is in memory, and how it is multiplied.
@@ -88,6 +89,10 @@ void check_matrix(const fk_product& product, const Lying& of) {
   if (between % unit != 0 && (stride != of.cols || between % of.cols != 0)) {
     refuse(FK_BAD_ALIGNMENT, of.batch_stride_name, between,
            "it has to be a multiple of 16 bytes, or of rows that are dense");
+  }
+  if (batch_of(product) * of.rows > kMostElements / stride) {
+    throw Refusal{FK_BAD_SHAPE, std::string(of.name) + ": batch * rows * " + of.stride_name +
+                                    " is more than 2^60, with rows as memory has them"};
   }
 }
 

@@ -796,6 +796,7 @@ WRONG = {
         (dict(causal=2), BAD_ARGUMENT), (dict(type=FLOAT32), BAD_ARGUMENT),
         (dict(q_strides=Strides(640, 32, 8)), BAD_SHAPE), (dict(k_strides=Strides(0, -16, 0)), BAD_SHAPE),
         (dict(v_strides=Strides(0, 1 << 40, 0)), BAD_SHAPE), (dict(out_strides=Strides(0, 16, 16)), BAD_SHAPE),
+        (dict(queries=(1 << 26) + 1, q_strides=Strides(0, 1 << 38, 16)), BAD_SHAPE),  # 2^64 elements
     ],
 }
 

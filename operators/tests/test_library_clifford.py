@@ -671,6 +671,19 @@ print(library.fk_last_error().decode())
                     "this one has 7.5\n")
 
 
+@pytest.mark.parametrize("name", ["layer", "layer_backward"])
+def test_rows_of_all_blades_are_counted_in_32_bits(library, name):
+    """By Hopper's copy engine. Where they are more, factors are copied into the workspace."""
+    found = []
+    for batch in ((1 << 26) - 64, 1 << 26):
+        of = fused_kernels.fk_clifford(type=FLOAT32, p=5, normed=1, batch=batch, features=4)
+        of.size, needed = ctypes.sizeof(of), ctypes.c_size_t()
+        assert getattr(library, f"fk_clifford_{name}_workspace")(ctypes.byref(of), ctypes.byref(needed)) == OK
+        found.append(needed.value)
+    copies = 2**5 * 2**26 * 32 * 4  # bytes of 32 features, of which 4 are not zeros
+    assert found[0] < copies <= found[1]
+
+
 @in_turn(IN_TURN)
 def test_shapes_in_turn(library, kind, options):
     call_in_turn(library, kind, options)

@@ -555,6 +555,7 @@ WRONG = {
         *((dict(deterministic=value), BAD_ARGUMENT) for value in (-1, 2, 1 << 32)),
         (dict(d_out_strides=Strides(640, 32, 8)), BAD_SHAPE), (dict(k_strides=Strides(0, -16, 0)), BAD_SHAPE),
         (dict(d_v_strides=Strides(0, 1 << 40, 0)), BAD_SHAPE), (dict(d_q_strides=Strides(0, 16, 16)), BAD_SHAPE),
+        (dict(queries=(1 << 26) + 1, d_q_strides=Strides(0, 1 << 38, 16)), BAD_SHAPE),  # 2^64 elements
         *((dict([(f"{name}_strides", Strides(0, 36, 16))]), BAD_ALIGNMENT) for name in AttentionBackward.NAMES
           if name != "log_sums"),
     ],
@@ -564,6 +565,16 @@ WRONG = {
 @pytest.mark.parametrize("kind", KINDS)
 def test_what_is_damaged_is_refused(library, kind):
     refuse_what_is_damaged(library, kind, WRONG[kind])
+
+
+@pytest.mark.parametrize("function", ["gating_backward", "gating_two_backward"])
+def test_more_weights_than_a_grid_has_tiles_for(library, function):
+    """Their number is more than 32 bits hold."""
+    layer = fused_kernels.fk_gating(type=FLOAT16, rows=1 << 15, inputs=1 << 26, hidden=1 << 20)
+    layer.size, needed = ctypes.sizeof(layer), ctypes.c_size_t(77)
+    assert getattr(library, f"fk_{function}_workspace")(ctypes.byref(layer), ctypes.byref(needed)) == BAD_SHAPE
+    assert library.fk_last_error() == b"this device has no way to compute this shape"
+    assert needed.value == 77
 
 
 @pytest.mark.parametrize("kind", KINDS)

@@ -1,6 +1,7 @@
 """The package operators/python/fused_kernels declares what the header declares, is installed by pip, and tests itself.
 (operators/tests/gpu has the functions of tensors.)"""
 
+import contextlib
 import ctypes
 import dataclasses
 import functools
@@ -16,7 +17,7 @@ import pytest
 from conftest import NO_GPU, ROOT, execute
 from test_library import BINDING, HEADER, LIBRARY, fused_kernels, library
 
-binding, OPERATORS = fused_kernels._torch, fused_kernels._table.OPERATORS
+binding, geometric, OPERATORS = fused_kernels._torch, fused_kernels.geometric, fused_kernels._table.OPERATORS
 TEXT = re.sub(r"/\*.*?\*/|^#.*?$", "", (HEADER / "fused_kernels.h").read_text(), flags=re.DOTALL | re.MULTILINE)
 TYPES = {"size_t": ctypes.c_size_t, "int": ctypes.c_int, "int64_t": ctypes.c_int64, "float": ctypes.c_float,
          "const char*": ctypes.c_char_p, "void": None, **fused_kernels.STRUCTS}
@@ -312,6 +313,13 @@ class Turned(Dense):
     ("gradient_features_ragged", dict(x=Dense(2, 8, 8), gr=Dense(9, 8), gi=Dense(8, 8), lr=Dense(8, 8), li=Dense(8, 8),
                                       offsets=typed("int32", 3)),
      r"gi has the shape \(8, 8\); it has to be \(9, 8\)"),
+    # Numbers that are 0 in a description are others that it leaves out: of these the library would say less.
+    ("product", dict(a=Dense(0, 8, 8), b=Dense(0, 8, 8)),
+     r"a has the shape \(0, 8, 8\); each dimension has to have at least 1 element"),
+    ("gradient_features", dict(x=Dense(0, 8, 8), gr=Dense(0, 9, 8), gi=Dense(0, 9, 8), lr=Dense(8, 8), li=Dense(8, 8)),
+     r"x has the shape \(0, 8, 8\); each dimension"),
+    ("gating_two", dict(x=Dense(3, 8), y=Dense(3, 0), w1=Dense(8, 4), w2=Dense(0, 4), b1=None, b2=None),
+     r"y has the shape \(3, 0\); each dimension"),
 ])
 def test_operands_that_do_not_fit(name, operands, words):
     row = OPERATORS[name]
@@ -409,10 +417,28 @@ def test_what_is_missing_is_said(tmp_path):
 def test_without_pytorch_its_functions_say_so(tmp_path, source, words):
     (tmp_path / "torch.py").write_text(f"{source}\n")
     program = PRINTS_THE_ERROR_OF.format("softmax(1, 2)")
-    for each in program, program.replace("softmax(1, 2)", "nn").replace("try:", "try:\n    import fused_kernels.nn"):
+    for each in (program, program.replace("softmax", "product"),
+                 program.replace("softmax(1, 2)", "nn").replace("try:", "try:\n    import fused_kernels.nn")):
         result = execute([sys.executable, "-c", each], env={"PYTHONPATH": f"{tmp_path}:{BINDING}"})
         assert result.rc == 0, result.stderr
         assert words in result.stdout
+
+
+def test_what_is_kept_of_an_inference_is_for_training_too(monkeypatch):
+    """What PyTorch makes in torch.inference_mode() cannot be saved for gradients."""
+    modes = [True]
+
+    @contextlib.contextmanager
+    def inference_mode(mode):
+        modes.append(mode)
+        yield
+        modes.pop()
+
+    monkeypatch.setattr(geometric, "torch", types.SimpleNamespace(
+        inference_mode=inference_mode, tensor=lambda values, **of: (values, modes[-1])))
+    geometric._kept.cache_clear()
+    assert geometric._kept((1.0, -1.0), "float32", "cuda") == ((1.0, -1.0), False)
+    geometric._kept.cache_clear()
 
 
 # ---- Installed, and testing itself --------------------------------------------------------------------------------

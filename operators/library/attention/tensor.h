@@ -16,6 +16,7 @@ using operators::attention::Strides;
 
 /// One of the tensors (batch, rows, heads, width).
 struct AttentionTensor {
+  static constexpr int64_t kMostElements = int64_t{1} << 60;  ///< from the first to the last
   const char* name;
   fk_strides strides;
   int64_t batch, rows, heads, width;
@@ -49,6 +50,12 @@ struct AttentionTensor {
                                         std::to_string(each.stride) +
                                         "; neighbours have to be from " +
                                         std::to_string(long_so_far) + " to 2^38 elements apart"};
+      }
+      if (each.size - 1 > (kMostElements - long_so_far) / each.stride) {
+        throw Refusal{FK_BAD_SHAPE, std::string(name) + ": a stride is " +
+                                        std::to_string(each.stride) + "; " +
+                                        std::to_string(each.size) +
+                                        " neighbours reach beyond 2^60 elements then"};
       }
       long_so_far += (each.size - 1) * each.stride;
     }

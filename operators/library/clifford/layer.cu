@@ -56,9 +56,12 @@ double microseconds_of(const fk_clifford& of, int products) {
   return operators::kFirstLaunch + operations / (rate * operators::cycles() * multiprocessors());
 }
 
-/// Whether wgmma multiplies.
+/// Whether wgmma multiplies. The copy engine counts the rows of all blades, and those of a last
+/// tile beyond them, in 32 bits.
 bool is_for_hopper(const fk_clifford& of) {
-  return primitives::is_hopper() && of.features % 4 == 0;
+  constexpr int64_t kMostRows = (int64_t{1} << 31) - 1024;
+  return primitives::is_hopper() && of.features % 4 == 0 &&
+         of.batch * shape_of(of).blades <= kMostRows;
 }
 
 /// The ways of a product's function for operands that the caller sets before each launch, with

@@ -27,6 +27,8 @@ networks and layers, and fused_kernels.geometric more of geometric algebra. For 
 - The library is the one that library() returns.
 """
 
+import functools
+
 from ._header import *
 from ._library import (FUNCTIONS, LEAST_CAPABILITY, gpu, is_for_cpu, is_usable, library, library_path, load, tuning)
 from ._table import TRIPLES
@@ -68,6 +70,12 @@ def product(a, b, math="fp32", bias=None):
     if bias is None:
         return calls["product"](a, b, math)
     return calls["product_bias"](a, b, bias, math)
+
+
+if not torch:
+    @functools.wraps(product)
+    def product(a, b, math="fp32", bias=None):
+        return calls["product"](a, b, math)  # says that PyTorch is missing before it looks at them
 
 
 def _product_of_any_shape(a, b, math, bias):

@@ -182,6 +182,7 @@ def type_of(name, tensor, types):
 def check_operand(name, tensor, shape, types):
     """types: their names, with spaces between them."""
     check(tuple(tensor.shape) == shape, f"{name} has the shape {tuple(tensor.shape)}; it has to be {shape}")
+    check(0 not in shape, f"{name} has the shape {shape}; each dimension has to have at least 1 element")
     type_of(name, tensor, dict.fromkeys(types.split()))
 
 

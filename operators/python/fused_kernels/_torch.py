@@ -389,7 +389,9 @@ def _register(library_of_operators, row, run, save, backward):
         return tuple(empty) if len(empty) > 1 else empty[0]
 
     def run_as_operator(*inputs):
-        tensors, numbers = inputs[:count], with_defaults(inputs[count:])
+        # In a compiled program a gradient, too, may be a part of another tensor.
+        tensors = [aligned(each) if operand.startswith("d_") else each for operand, each in zip(row.operands, inputs)]
+        numbers = with_defaults(inputs[count:])
         usable, _own.usable = _own.usable, False
         try:
             results = run(*tensors, *numbers)

@@ -107,7 +107,8 @@ def _constant(values, dtype, device):
 
 @functools.cache
 def _kept(values, dtype, device):
-    return torch.tensor(values, dtype=dtype, device=device)
+    with torch.inference_mode(False):  # autograd may save it in a later call
+        return torch.tensor(values, dtype=dtype, device=device)
 
 
 def _at(layout):
@@ -452,6 +453,7 @@ if torch:
     @torch.library.custom_op("fused_kernels::geometric_product_backward", mutates_args=(), device_types="cuda",
                              schema=f"(Tensor d_out, {_OPTIONS}) -> (Tensor, Tensor, Tensor)")
     def _backward(d_out, x, y, w, *options):
+        d_out = binding.aligned(d_out)
         with torch.cuda.device(x.device):
             d_x, d_y, d_w = _like(x), _like(y), x.new_empty(0) if w is None else _like(w)
             _launch("fk_clifford_backward", _describe(x, w, *options),

@@ -269,6 +269,7 @@ WRONG = [
     (dict(c_stride=32, c_batch_stride=16), BAD_SHAPE),
     (dict(transpose_a=1, a_stride=16), BAD_SHAPE),  # which is less than its rows
     (dict(type=0), BAD_ARGUMENT), (dict(rows=0), BAD_SHAPE),
+    (dict(batch=1 << 20, rows=1 << 26, a_batch_stride=0, c_batch_stride=1 << 40, a_stride=1 << 30), BAD_SHAPE),
 ]
 
 

@@ -382,6 +382,31 @@ def test_compiled(connected, math):
 
 
 @for_each_device
+def test_a_gradient_that_begins_anywhere(device):
+    """That of a part of what torch.cat() has made: its memory begins in the middle of another's."""
+    x, y, first, d = (random(*shape, seed=i, dtype=FP32, device=device)
+                      for i, shape in enumerate(((5, 3, 2), (5, 3, 2), (1,), (31,))))
+    options = dict(signature=(1, 0, 0), layout="blades_last")
+    leaves = [each.requires_grad_() for each in (x, y)]
+    torch.cat((first, geometric.geometric_product(*leaves, **options).flatten())).backward(d)
+    exact = [each.detach().double().requires_grad_() for each in leaves]
+    geometric.geometric_product(*exact, **options).flatten().backward(d[1:].double())
+    for one, other in zip(leaves, exact):
+        close(one.grad, other.grad, 2.0**-20)
+
+
+@for_each_device
+def test_inference_before_training(device):
+    """What the first call keeps is for gradients, too."""
+    geometric._kept.cache_clear()
+    layer, x = nn.MultivectorLinear(3, 4).to(device), random(8, 5, 3, dtype=FP32, device=device)
+    with torch.inference_mode():
+        layer(x)
+    layer(x).sum().backward()
+    assert layer.weight.grad is not None
+
+
+@for_each_device
 def test_what_is_wrong_is_refused(device):
     x = torch.zeros(8, 2, 4, device=device)
     for w in (torch.zeros(20, 5, 4), torch.zeros(19, 4, 4), torch.zeros(2, 20)):

@@ -110,6 +110,9 @@ def test_a_gradient_that_begins_anywhere():
     d_c = d[1:].double().reshape(5, 3)
     alike(a.grad, d_c @ b.detach().double().mT, 4)
     alike(b.grad, a.detach().double().mT @ d_c, 4)
+    # A compiled program calls the operator, with what such a program has made.
+    d_a, d_b, _ = torch.ops.fused_kernels.product_backward(d[1:].view(5, 3), a.detach(), b.detach())
+    assert torch.equal(d_a, a.grad) and torch.equal(d_b, b.grad)
 
 
 @pytest.mark.skipif("FUSED_KERNELS_CAPABILITY" in os.environ, reason="only of Hopper's kernels")
