@@ -43,8 +43,8 @@
  *
  * Sizes and strides count elements. A stride of 0 says that rows are dense. Rows that are not dense
  * are a multiple of 16 bytes apart, at least as far as they are long, and at most 2^30 elements.
- * An operand is all memory from its first element to its last: what is written must not overlap
- * what is read even where the rows of one lie between those of the other.
+ * An operand is all memory from its first element to its last, at most 2^60 elements: what is
+ * written must not overlap what is read even where the rows of one lie between those of the other.
  */
 #ifndef FUSED_KERNELS_H
 #define FUSED_KERNELS_H
@@ -636,10 +636,10 @@ FK_API int fk_clifford_layer_backward_workspace(const fk_clifford* clifford, siz
 
 /* The gradients of fk_clifford_layer_forward(), which has written y: those of the sum of all
  * elements of d_out * out, with respect to x, mix, bias and w. Shapes: d_out that of out, each
- * gradient that of what it is the gradient of. d_bias is NULL if bias is. Algebras, sizes, type,
- * alignment and device: as forward; gradients of y are rounded to TF32 where they are multiplied.
- * The result is the same in each call. Written: d_x, d_mix, d_bias and d_w, which must not overlap
- * an operand. */
+ * gradient that of what it is the gradient of. bias and d_bias may each be NULL. Algebras, sizes,
+ * type, alignment and device: as forward; gradients of y are rounded to TF32 where they are
+ * multiplied. The result is the same in each call. Written: d_x, d_mix, d_bias and d_w, which must
+ * not overlap an operand. */
 FK_API int fk_clifford_layer_backward(const fk_clifford* clifford, const void* d_out, const void* x,
                                       const void* y, const void* mix, const void* bias,
                                       const void* w, void* d_x, void* d_mix, void* d_bias,

@@ -709,7 +709,7 @@ def refusals():
          lambda: k.product(half(8, 8), half(9, 8))),
         ("no dimensions", ValueError, "both have to have at least 1", lambda: k.product(half(8, 8), half(8)[0])),
         ("batches", ValueError, r"a batch of \(3,\), a one of \(2,\)", lambda: k.product(half(2, 8, 8), half(3, 8, 8))),
-        ("no rows", ValueError, "rows is 0", lambda: k.product(half(0, 8), half(8, 8))),
+        ("no rows", ValueError, r"a has the shape \(0, 8\); each dimension", lambda: k.product(half(0, 8), half(8, 8))),
         ("every other element", ValueError, "elements of a row or of a column have to be neighbours",
          lambda: k.product(half(8, 16)[:, ::2], half(8, 8))),
         ("bias of a product", ValueError, r"bias has the shape \(9,\); it has to be \(8,\)",
