@@ -19,6 +19,7 @@ Tables stand between markers, which are lines of their own:
                                                           the first, ours
     <!-- choice RECORD -->...<!-- end -->                 what operators/tests/gpu/choice.py recorded
     <!-- answer RECORD -->...<!-- end -->                 what a script of results/questions recorded
+    <!-- answer RECORD if recorded -->...<!-- end -->     the same; nothing as long as there is no such record
     <!-- limits (a line each:) RECORD PROBLEM -->...<!-- end -->  what the least time of these would be on other GPUs
 
 A number inside a sentence has no marker. sentences.txt finds it by the words around it (see sentences.py), and says
@@ -502,7 +503,10 @@ def choice_table(what):
 
 def answer_table(what):
     """What a script of results/questions has recorded."""
-    run = record_named(what)
+    record = what.removesuffix(" if recorded")
+    if record != what and not (ROOT / "results" / f"{record}.json").exists():
+        return "\n"
+    run = record_named(record)
     lines = [f"{run['device']['name']}. {run['caption']}; commit {run['commit'][:9]}.", "",
              f"| {' | '.join(run['columns'])} |", "|---" + "|--:" * (len(run["columns"]) - 1) + "|"]
     for name, *cells in run["rows"]:

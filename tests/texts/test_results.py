@@ -69,6 +69,31 @@ def test_cells_of_answers():
         update_readme.cell("h200/questions/stages | nothing | 3 stages | .4f")
 
 
+def test_additions_are_a_table_once_they_are_recorded(monkeypatch, tmp_path):
+    """The longest of a row's three launches is the one that adds; 1,000 sectors of 32 bytes are 3.2e-05 GB."""
+    sys.path.insert(0, str(ROOT / "results" / "questions"))
+    import bounds
+
+    def profile(program, arguments, metrics, keep):
+        ranges = (f"<default domain>:bf16 full: {form}:none" for form in bounds.FORMS for _ in range(3))
+        rows = [{"thread Domain:Push/Pop_Range:PL_Type": of, **dict.fromkeys(metrics, "1,000")} for of in ranges]
+        for longest in rows[1::3]:
+            longest[bounds.TIME] = "2,000,000"
+        return {"device": {"name": "G"}, "commit": "0123456789"}, rows
+
+    monkeypatch.setattr(bounds, "profile", profile)
+    monkeypatch.setattr(bounds.answers, "need_programs", lambda *_: None)
+    monkeypatch.setattr(update_readme, "ROOT", tmp_path)
+    path = tmp_path / "results" / "g" / "additions.json"
+    marker = "<!-- answer g/additions if recorded -->\n<!-- end -->"
+    assert update_readme.MARKER.sub(update_readme.render, marker) == marker
+    path.parent.mkdir(parents=True)
+    monkeypatch.setattr(sys, "argv", ["bounds.py", "--additions", str(path)])
+    assert bounds.main() == 0
+    table = update_readme.MARKER.sub(update_readme.render, marker)
+    assert "| d = 64, deterministic | 3.2e-05 | 3.2e-05 | 1000 | 2 | 0.002 |\n" in table
+
+
 def test_the_copy_with_other_stages_fits_the_lesson():
     sys.path.insert(0, str(ROOT / "results" / "questions"))
     import stages
