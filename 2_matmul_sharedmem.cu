@@ -6,7 +6,7 @@
 // by N elements of C, and each of B as well: fetch it once, use it often. Where can it be kept in
 // between? A block runs on one multiprocessor of the GPU, which has two places for it:
 //
-//     shared memory   228 KB (Hopper), for all threads of a block           ~23 cycles away
+//     shared memory   228 KB (Hopper), of which a block has at most 227 KB  ~23 cycles away
 //     registers       256 KB, of which a thread has at most 255 x 4 bytes     0 cycles away
 //
 // A block computes a tile of C. Step by step along k it loads a tile of A and a tile of B into

@@ -56,7 +56,8 @@
 // waits for each of its copies.) The CPU backend, which runs lessons without a GPU, runs all.
 //
 // At the first reading take n as a multiple of all sizes of tiles. Then no check finds an element
-// outside of a matrix. kWhole, kAligned and kEven are true, and kWidth is 8. The kernels down to
+// outside of a matrix. Kernels have template parameters for other n: for yours kWhole, kAligned and
+// kEven are true, and kWidth, the number of elements that one copy moves, is 8. The kernels down to
 // *double buffering* are the core path. Those for Hopper come after it, and have a first reading of
 // their own (see "How to read the kernels for Hopper"). What a kernel calls from primitives/ is
 // explained where it is first used.

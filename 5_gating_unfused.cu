@@ -40,7 +40,8 @@ using namespace problems;
 // fp32, far less than the rounding of the result to fp16.
 __device__ float sigmoid(float s) { return 1 / (1 + __expf(-s)); }
 
-// kWidth consecutive elements, moved as one access of up to 16 bytes.
+// kWidth consecutive elements, moved as one access of up to 16 bytes. Neighbours, in
+// primitives/neighbours.cuh, is an array `values` of so many elements, aligned to its own size.
 template <int kWidth>
 using Pack = Neighbours<half, kWidth>;
 

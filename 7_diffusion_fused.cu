@@ -90,7 +90,8 @@ using Operands = DiffusionOperands;
 // The unfused kernels write things to memory that stay in registers here: the exponentials, and x
 // times mass, which is as large as x. (Backward it is also s.) Here only the slices (fp32) and the
 // spectrum are in memory. Each kernel is launched early (primitives/early_launch.cuh): its blocks
-// take their places while the kernel before it ends.
+// take their places while the kernel before it ends. (Before compute capability 9.0 they start as
+// usual, when it has ended.)
 //
 // At the first reading take kPass as forward, and kBatch as false, which is one mesh. Then `mesh`
 // and `shift` are 0, and to add them changes nothing. Skip each `if constexpr (kPass ==
@@ -109,7 +110,8 @@ using Operands = DiffusionOperands;
 //   - multiply2 multiplies two bf16 at once.
 //   - damping(evalue, time) is exp(-evalue time) (operators/diffusion/diffusion.h).
 //   - start_next_kernel() lets the blocks of the next kernel take free places. There they stop, in
-//     their own wait_for_previous_kernel(), until all of this kernel is done.
+//     their own wait_for_previous_kernel(), until all of this kernel is done. Before compute
+//     capability 9.0 both do nothing.
 
 // A block owns kE x kW elements of the spectrum, and each of its warps kWarpE x kWarpW of these, in
 // registers. A step adds what kV vertices contribute. Of their rows it needs kE columns of the
