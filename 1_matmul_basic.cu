@@ -21,8 +21,8 @@
 // 4 N^2 bytes are 12 N^2 bytes. So each byte could feed N / 6 operations, 683 at N = 4096. While
 // its memory moves one byte, an H100 does about 20. So the arithmetic units are the limit, and
 // a good kernel keeps them busy. These two are not good: every multiply-add here fetches its two
-// numbers from memory (or a cache), and how fast these come is what limits them. Which of the 32
-// threads of a warp reads what decides how fast.
+// numbers from memory (or a cache), and how fast these come is what limits them. How fast depends
+// on which thread of a warp reads which number.
 
 #include <algorithm>
 #include <vector>

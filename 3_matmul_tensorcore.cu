@@ -1,6 +1,6 @@
 // 3. Matrix multiplication by tensor cores
 //
-//     C = A B        A, B, C: N x N, fp16, row-major; fp32 accumulation
+//     C = A B        A, B, C: N x N, fp16 (its type is half), row-major; fp32 accumulation
 //
 // Lesson 2 ended where one instruction of a thread is one multiply-add. A tensor core multiplies
 // matrices: one instruction, mma.sync, executed by the 32 threads of a warp together, is
@@ -292,7 +292,8 @@ __device__ PairPlace place_of_pair(int lane) {
   return {row, col};
 }
 
-// Stores two neighbours of a row of C. kEven: n is even, so one store of 4 bytes can do it.
+// Stores two neighbours of a row of C. kEven: n is even, so one store of 4 bytes can do it, of a
+// half2, two numbers of type half. __floats2half2_rn rounds two floats and makes a half2 of them.
 template <bool kEven>
 __device__ void store_pair(half* C, int row, int col, int n, float left, float right) {
   half* at = C + static_cast<size_t>(row) * n + col;
