@@ -250,9 +250,9 @@ __global__ void __launch_bounds__((BM / TM) * (BN / TN), 2)
 // ---- async --------------------------------------------------------------------------------------
 
 // A stage: a tile of A, transposed, and one of B. The rows of `a` are padded by 4 floats, as in
-// *vectors*, so they stay aligned to 16 bytes. Here a warp copies 16 of k for each of 2 rows. With
-// rows of 132 floats element (k, row) is on bank 4 * k + row, so k and k + 8 meet: such a copy
-// takes two turns, where rows of 128 floats would take 16.
+// *vectors*, so they stay aligned to 16 bytes. Here a step has 16 of k, and a warp copies all of
+// them for each of 2 rows. With rows of 132 floats element (k, row) is on bank 4 * k + row, so k
+// and k + 8 are on one bank: such a copy takes two turns, where rows of 128 floats would take 16.
 template <int BM, int BN, int BK>
 struct TilePair {
   float a[BK][BM + 4];

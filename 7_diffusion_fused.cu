@@ -4,7 +4,7 @@
 //     out      = basis spectral                                                             (V, W)
 //     x (V, W), basis (V, E), mass (V), evalues (E), times (W): bf16, row-major; fp32 accumulation
 //
-// This is the first block of DiffusionNet (Sharp, Attaiki, Crane, Ovsjanikov, arXiv 2012.00888). As
+// This begins a block of DiffusionNet (Sharp, Attaiki, Crane, Ovsjanikov, arXiv 2012.00888). As
 // in NumPy `*` is elementwise, `[:, None]` makes a column, and `.sum(0)` adds up the rows. W
 // features on the V vertices of a surface spread as heat does, feature w for the time times[w]. The
 // columns of `basis` are the first E eigenvectors of the surface's Laplacian, and `evalues` has
@@ -116,8 +116,8 @@ using Operands = DiffusionOperands;
 // A block owns kE x kW elements of the spectrum, and each of its warps kWarpE x kWarpW of these, in
 // registers. A step adds what kV vertices contribute. Of their rows it needs kE columns of the
 // basis, kW columns of the values, and the masses: this is a stage. kStages of them are in shared
-// memory. While one is multiplied, the others are on their way. (kSide is 64 or 128: LargeTile
-// and SmallTile, at the end of the file.)
+// memory. While one is multiplied, the others are on their way. (kSide is 64 or 128: SmallTile
+// and LargeTile, at the end of the file.)
 template <int kSide, int kWarpsAlongE, int kWarpsAlongW, int kBlocksFit>
 struct ProjectTile {
   static constexpr int kE = kSide, kW = kSide, kV = 64, kStages = 3, kWarpsW = kWarpsAlongW;
