@@ -619,12 +619,12 @@ FK_API int fk_clifford_connected_kept_backward(const fk_clifford* clifford, cons
 FK_API int fk_clifford_layer_workspace(const fk_clifford* clifford, size_t* bytes);
 
 /* fk_clifford_forward() of x and of y, which the call computes from x: y_k = x_k mix[grade of
- * k]^T for each blade k, and of the scalar y_1 = x_1 mix[0]^T + bias. Shapes: mix (n + 1, features,
- * features), a matrix for each grade, whose rows are features of y; bias (features), or NULL; x, y,
- * w and out as there. `gate`, `unweighted`, `weight_type`, `layout` and `order` are 0. Type: fp32;
- * x and mix are rounded to TF32, and added up in fp32. Algebras, sizes, alignment: as there.
- * Written: y, which the gradients need, and out; neither may overlap an operand. Device: compute
- * capability 8.0 and newer. */
+ * k]^T for each blade k, to which bias is added where k is the scalar. Shapes: mix (n + 1,
+ * features, features), a matrix for each grade, whose rows are features of y; bias (features), or
+ * NULL; x, y, w and out as there. `gate`, `unweighted`, `weight_type`, `layout` and `order` are 0.
+ * Type: fp32; x and mix are rounded to TF32, and added up in fp32. Algebras, sizes, alignment: as
+ * there. Written: y, which the gradients need, and out; neither may overlap an operand. Device:
+ * compute capability 8.0 and newer. */
 FK_API int fk_clifford_layer_forward(const fk_clifford* clifford, const void* x, const void* mix,
                                      const void* bias, const void* w, void* y, void* out,
                                      void* workspace, size_t workspace_bytes,
