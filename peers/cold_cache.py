@@ -26,6 +26,21 @@ class ColdCache:
         self.written.fill_(value % 256)
 
 
+def captured(step, calls=1):
+    """A CUDA graph of so many calls."""
+    on_the_side = torch.cuda.Stream()
+    on_the_side.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(on_the_side):
+        for _ in range(3):
+            step()
+    torch.cuda.current_stream().wait_stream(on_the_side)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        for _ in range(calls):
+            step()
+    return graph
+
+
 def milliseconds(graphs, calls=1):
     """The median of each CUDA graph by name, in turn: of one call with a cold cache, or of one of the `calls` calls that
     are in it."""

@@ -39,6 +39,8 @@ struct Argument {
   bool optional = false;  ///< may be NULL
 };
 
+inline constexpr int64_t kMostElements = int64_t{1} << 60;  ///< from an operand's first to its last
+
 /// A size of a description, and the most that it may be.
 struct Size {
   const char* name;

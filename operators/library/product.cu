@@ -23,7 +23,6 @@ using namespace operators::product;
 
 constexpr int64_t kMostProducts = 1 << 20;  ///< of a batch
 constexpr int64_t kMostFp32Depth = 1 << 24;
-constexpr int64_t kMostElements = int64_t{1} << 60;  ///< of all matrices of a batch, or of copies
 constexpr int kAsExactDepth = 1024;  ///< beyond it true fp32 errs more than FK_TF32X3 does
 
 /// What a type is in memory, and how it is multiplied.

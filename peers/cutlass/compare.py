@@ -26,7 +26,7 @@ for folder in ("operators/python", "peers", "results", "results/questions"):
     sys.path.insert(0, str(ROOT / folder))
 import answers  # noqa: E402
 import fused_kernels  # noqa: E402
-from cold_cache import SAMPLES, milliseconds  # noqa: E402
+from cold_cache import SAMPLES, captured, milliseconds  # noqa: E402
 
 FP16 = torch.float16
 MULTIPROCESSORS = torch.cuda.get_device_properties(0).multi_processor_count
@@ -57,19 +57,6 @@ class Ways:
         code = getattr(self.library, self.name)(way, *arguments)
         if code != 0:
             raise RuntimeError(f"{self.name}, {self.names[way]}: error {code}")
-
-
-def captured(step, calls):
-    on_the_side = torch.cuda.Stream()
-    on_the_side.wait_stream(torch.cuda.current_stream())
-    with torch.cuda.stream(on_the_side):
-        step()
-    torch.cuda.current_stream().wait_stream(on_the_side)
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        for _ in range(calls):
-            step()
-    return graph
 
 
 def row(label, steps, out, expected, calls):

@@ -16,7 +16,6 @@ using operators::attention::Strides;
 
 /// One of the tensors (batch, rows, heads, width).
 struct AttentionTensor {
-  static constexpr int64_t kMostElements = int64_t{1} << 60;  ///< from the first to the last
   const char* name;
   fk_strides strides;
   int64_t batch, rows, heads, width;

@@ -18,7 +18,7 @@ import cases
 from cases import BF16, FP16, FP32, fused_kernels, tensors
 
 sys.path.insert(0, str(cases.ROOT / "peers"))
-from cold_cache import SAMPLES, milliseconds
+from cold_cache import SAMPLES, captured, milliseconds
 
 
 def attention_by_pytorch(q, k, v):
@@ -112,20 +112,6 @@ def step_of(function, operands, wanted, gradients):
                 return tensors(function(*operands))
         return step
     return lambda: torch.autograd.grad(tensors(function(*operands)), wanted, gradients)
-
-
-def captured(step):
-    """A graph of the call."""
-    on_the_side = torch.cuda.Stream()
-    on_the_side.wait_stream(torch.cuda.current_stream())
-    with torch.cuda.stream(on_the_side):
-        for _ in range(3):
-            step()
-    torch.cuda.current_stream().wait_stream(on_the_side)
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        step()
-    return graph
 
 
 def measure(case, by_pytorch, backward, compiled=True, timed=("PyTorch", "compiled", "ours")):
