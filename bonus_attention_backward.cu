@@ -374,7 +374,9 @@ __global__ void __launch_bounds__(MmaTile<T, kWidth>::kThreads, 2)
 //
 // So one consumer may be ahead of the other by more than half a step, but not by two.
 //
-// An exception is *deterministic* with a width of 128, see kLate. Its consumers meet once in each
+// That is so where kLate is true: with a width of 64, which has twice as many exponentials as 128
+// for as many products, if a block has more than a few steps. Elsewhere dQ of the last step, which
+// comes behind the loop, takes longer than waiting would. There the consumers meet once in each
 // step, when all of dS^T is there. The next step writes the other place. So a consumer that is
 // ahead after that does not overwrite what the other one still reads.
 //
@@ -464,7 +466,7 @@ __device__ inline void add_quad(float4* to, float4 sums) {
 }
 
 // A block's place, its producer, and the parts of a consumer's step.
-template <typename T, int kWidth, Adding kAdding>
+template <typename T, int kWidth, Adding kAdding, bool kLate>
 struct HopperBlock : HopperTile<kWidth> {
   static constexpr bool kInOrder = kAdding == Adding::in_order;
   using Tile = HopperTile<kWidth>;
@@ -472,10 +474,6 @@ struct HopperBlock : HopperTile<kWidth> {
   using Stage = typename Shared::Stage;
   using Product = Sum<Tile::kQueries>;                   // 64 keys by a tile's queries
   using Factor = LeftFragments<T, Tile::kQueries / 16>;  // the same, rounded
-  // Whether a step computes dQ of the step before. On an H200 the library's kernel gained 7 to 9 %
-  // by this with a width of 64, which has twice as many exponentials for as many products. With 128
-  // it gained 2 %, but in order it lost 2 %.
-  static constexpr bool kLate = kWidth == 64 || !kInOrder;
   Shared& shared;
   const HopperMaps& maps;
   const Operands<T>& in;
@@ -768,13 +766,13 @@ struct HopperBlock : HopperTile<kWidth> {
 };
 #endif
 
-template <typename T, int kWidth, Adding kAdding>
+template <typename T, int kWidth, Adding kAdding, bool kLate>
 __global__ void __launch_bounds__(HopperTile<kWidth>::kThreads, 1)
     attention_backward_hopper(const __grid_constant__ HopperMaps maps,
                               const __grid_constant__ Operands<T> in) {
 #if HOPPER_CODE
   extern __shared__ __align__(1024) char bytes[];
-  using Block = HopperBlock<T, kWidth, kAdding>;
+  using Block = HopperBlock<T, kWidth, kAdding, kLate>;
   const Block block(bytes, maps, in);
   auto& shared = block.shared;
   if (warp_of_block() < 4) {
@@ -811,7 +809,7 @@ __global__ void __launch_bounds__(HopperTile<kWidth>::kThreads, 1)
       block.to_gradients(dS, P, P_factor, stage);
       block.to_factor(dS_factor, dS);
       block.hand_over(dS, step);
-      const int dQ_step = Block::kLate ? step - 1 : step;
+      const int dQ_step = kLate ? step - 1 : step;
       block.start_part(dQ, dQ_step);
       dK.template start_product<kOfQueries>(dS_factor, stage.Q[0].across_k(), true);
       wgmma_wait<1>();  // for dQ
@@ -821,7 +819,7 @@ __global__ void __launch_bounds__(HopperTile<kWidth>::kThreads, 1)
       reader.give_back();
       reader.next();
     }
-    if constexpr (Block::kLate) {
+    if constexpr (kLate) {
       block.start_part(dQ, block.steps - 1);
       wgmma_wait<0>();
       block.add_part(dQ, block.steps - 1);
@@ -986,7 +984,11 @@ struct Table : AttentionBackwardProblem<T> {
     const dim3 grid =
         kAdding == Adding::in_order ? dim3(tiles * kv_heads * batch) : dim3(tiles, kv_heads, batch);
     const dim3 parts(2 * blocks_for(of.queries, Tile::kQueries), heads, batch);
-    const auto kernel = attention_backward_hopper<T, kWidth, kAdding>;
+    // With a width of 128 both are the same kernel.
+    constexpr bool kMayBeLate = kWidth == 64;
+    const int64_t steps = of.group() * blocks_for(of.queries, Tile::kQueries);
+    const auto kernel = steps > 4 ? attention_backward_hopper<T, kWidth, kAdding, kMayBeLate>
+                                  : attention_backward_hopper<T, kWidth, kAdding, false>;
     allow_shared_bytes(kernel, kBytes);
     row(name, Role::ours,
         [=, this] {
