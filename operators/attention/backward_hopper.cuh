@@ -171,13 +171,60 @@ __device__ __forceinline__ void store_key_sums(const BackwardOperands<T>& in, bo
   store_rows(sum, factor, to + key0 * by.row, by.row, in.keys - key0, in.width);
 }
 
+/// What a consumer does with 64 keys and a tile's queries, between two products.
+template <class Tile>
+struct BackwardConsumer {
+  using T = typename Tile::T;
+  using Product = Sum<Tile::kQueries>;                   // 64 keys by a tile's queries
+  using Factor = LeftFragments<T, Tile::kQueries / 16>;  // the same, rounded
+
+  /// Logits become P; for keys, of those from own_key0 on, that a query does not see it is 0.
+  __device__ __forceinline__ static void to_probabilities(Product& P, const BackwardOperands<T>& in,
+                                                          const float* log_sums, int query0,
+                                                          int own_key0) {
+    const float scale = in.scale * kLog2E;
+#pragma unroll
+    for (int i = 0; i < P.size(); ++i) {
+      P.elements[i] = exp2_approximate(fmaf(P.elements[i], scale, -log_sums[Product::col(i)]));
+    }
+    if (own_key0 + 64 <= in.limit(query0)) return;
+#pragma unroll
+    for (int i = 0; i < P.size(); ++i) {
+      if (own_key0 + Product::row(i) >= in.limit(query0 + Product::col(i))) P.elements[i] = 0;
+    }
+  }
+  /// A sum, rounded, is a left factor where it is: element for element.
+  __device__ __forceinline__ static void to_factor(Factor& factor, const Product& sum) {
+#pragma unroll
+    for (int i = 0; i < sum.size(); i += 2) {
+      factor.slices[i / 8][i / 2 % 4] = pack2<T>(sum.elements[i], sum.elements[i + 1]);
+    }
+  }
+  /// dP becomes dS = P (dP - D). With a width of 64 the registers of P are needed: there dS is
+  /// computed from P as the tensor cores get it, rounded.
+  __device__ __forceinline__ static void to_gradients(Product& dS, const Product& P,
+                                                      const Factor& rounded,
+                                                      const float* row_sums) {
+#pragma unroll
+    for (int i = 0; i < dS.size(); i += 2) {
+      const auto& pair = reinterpret_cast<const T(&)[2]>(rounded.slices[i / 8][i / 2 % 4]);
+#pragma unroll
+      for (int j = 0; j < 2; ++j) {
+        const float p = Tile::kWidth == 64 ? static_cast<float>(pair[j]) : P.elements[i + j];
+        dS.elements[i + j] = p * (dS.elements[i + j] - row_sums[Product::col(i + j)]);
+      }
+    }
+  }
+};
+
 template <class Tile, bool kInOrder>
 struct BackwardHopperBlock {
   using T = typename Tile::T;
   using Shared = BackwardHopperShared<Tile>;
   using Stage = typename Shared::Stage;
-  using Product = Sum<Tile::kQueries>;                   // 64 keys by a tile's queries
-  using Factor = LeftFragments<T, Tile::kQueries / 16>;  // the same, rounded
+  using Consumer = BackwardConsumer<Tile>;
+  using Product = typename Consumer::Product;
+  using Factor = typename Consumer::Factor;
   static constexpr int kWidth = Tile::kWidth;
   static constexpr bool kLate = kWidth == 64 || !kInOrder;  // dQ is computed a step after dS
   Shared& shared;
@@ -332,43 +379,6 @@ struct BackwardHopperBlock {
           left[box].rows(64 * consumer), AlongK<T>{descriptor_a(right[box].elements)}, box > 0);
     }
   }
-  /// Logits become P; for keys, of those from own_key0 on, that a query does not see it is 0.
-  __device__ __forceinline__ void to_probabilities(Product& P, int stage, int query0,
-                                                   int own_key0) const {
-    const float scale = in.scale * kLog2E;
-    const float* const log_sums = shared.log_sums[stage];
-#pragma unroll
-    for (int i = 0; i < P.size(); ++i) {
-      P.elements[i] = exp2_approximate(fmaf(P.elements[i], scale, -log_sums[Product::col(i)]));
-    }
-    if (own_key0 + 64 <= in.limit(query0)) return;
-#pragma unroll
-    for (int i = 0; i < P.size(); ++i) {
-      if (own_key0 + Product::row(i) >= in.limit(query0 + Product::col(i))) P.elements[i] = 0;
-    }
-  }
-  /// A sum, rounded, is a left factor where it is: element for element.
-  __device__ __forceinline__ static void to_factor(Factor& factor, const Product& sum) {
-#pragma unroll
-    for (int i = 0; i < sum.size(); i += 2) {
-      factor.slices[i / 8][i / 2 % 4] = pack2<T>(sum.elements[i], sum.elements[i + 1]);
-    }
-  }
-  /// dP becomes dS = P (dP - D). With a width of 64 the registers of P are needed: there dS is
-  /// computed from P as the tensor cores get it, rounded.
-  __device__ __forceinline__ void to_gradients(Product& dS, const Product& P, const Factor& rounded,
-                                               int stage) const {
-    const float* const row_sums = shared.row_sums[stage];
-#pragma unroll
-    for (int i = 0; i < dS.size(); i += 2) {
-      const auto& pair = reinterpret_cast<const T(&)[2]>(rounded.slices[i / 8][i / 2 % 4]);
-#pragma unroll
-      for (int j = 0; j < 2; ++j) {
-        const float p = kWidth == 64 ? static_cast<float>(pair[j]) : P.elements[i + j];
-        dS.elements[i + j] = p * (dS.elements[i + j] - row_sums[Product::col(i + j)]);
-      }
-    }
-  }
   /// The consumer's part of dQ = dS K, of all 128 keys.
   __device__ __forceinline__ void start_part(Sum<64>& part, const LeftTile<T, Tile::kKeys>* K,
                                              int stage) const {
@@ -479,13 +489,14 @@ struct BackwardHopperBlock {
         start_transposed(P, shared.K[n % 2], stage.Q);
         start_transposed(dS, shared.V, stage.d_out);
         wgmma_wait<Tile::kBoxes>();  // the logits
-        to_probabilities(P, at, shared.steps[number].query0, own_key0);
-        to_factor(P_factor, P);
+        Consumer::to_probabilities(P, in, shared.log_sums[at], shared.steps[number].query0,
+                                   own_key0);
+        Consumer::to_factor(P_factor, P);
         dV.template start_product<kOfQueries>(P_factor, stage.d_out[0].across_k(), true);
         wgmma_wait<1>();  // dP
         if (step + 1 == count) alone.release(shared.V_empty);
-        to_gradients(dS, P, P_factor, at);
-        to_factor(dS_factor, dS);
+        Consumer::to_gradients(dS, P, P_factor, shared.row_sums[at]);
+        Consumer::to_factor(dS_factor, dS);
         // dQ of two steps ago.
         if constexpr (kLate) barrier_wait(&shared.dS_empty[at], reader.ring.parity ^ 1);
 #pragma unroll
