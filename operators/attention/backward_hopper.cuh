@@ -1,4 +1,4 @@
-// The gradients of attention on Hopper: *reduce-add* and, in order, *deterministic* of
+// The gradients of attention on Hopper: *warp specialization* and, in order, *deterministic* of
 // bonus_attention_backward.cu for rows that lie anywhere, of any width up to 128.
 //
 // An item is 128 keys of a head of K and V, with their dK and dV, and the queries that see them.
@@ -22,11 +22,13 @@
 // faster with a width of 64, which has twice as many exponentials for the same products, and 2 %
 // with 128; but there it is 2 % slower in order, so that the consumers meet.
 //
-// While the products for dV run, a consumer computes dS; while those for dK run, the copy engine
-// adds its part of dQ to the sums in memory. No one but attention_finish_parts reads these, so they
-// lie as they lie in registers: a part is 64 x 64 numbers, element i / 4 of thread t is four of
-// them, and for each i / 4 those of a consumer's 128 threads are neighbours. If there is only one
-// tile of keys, a part is dQ itself, and goes there at once.
+// While the products for dV run, a consumer computes dS; while those for dK run, it adds its part
+// of dQ to the sums in memory, four numbers by an instruction that nobody waits for. (By way of
+// shared memory and the copy engine, as *reduce-add* does it, is up to 4 % slower on an H200: then
+// the warps of a consumer meet.) No one but attention_finish_parts reads these sums, so they lie as
+// they lie in registers: a part is 64 x 64 numbers, element i / 4 of thread t is four of them, and
+// for each i / 4 those of a consumer's 128 threads are neighbours. If there is only one tile of
+// keys, a part is dQ itself, and goes there at once.
 //
 // dK and dV leave from registers, too: four lanes exchange what they have of four groups of eight
 // columns, and each stores one of these, 16 bytes. Few heads of K and V with few keys are fewer
@@ -71,7 +73,7 @@ struct BackwardHopperShared {
   };
   LeftTile<T, Tile::kKeys> K[2][Tile::kBoxes], V[Tile::kBoxes];
   Box<T, Tile::kKeys> dS[2][Tile::kQueries / 64];     // transposed: 128 keys by 64 queries each
-  float4 parts[2][Tile::kPartFloats / 4 / 128][128];  // of dQ, of each consumer
+  float4 parts[2][Tile::kPartFloats / 4 / 128][128];  // of dQ, of each consumer, in order
   Pipeline<Stage, Tile::kStages> pipeline;
   // Of each stage, filled by the producer's threads.
   float log_sums[Tile::kStages][Tile::kQueries], row_sums[Tile::kStages][Tile::kQueries];
@@ -140,6 +142,21 @@ __device__ __forceinline__ void store_rows(const Sum<kCols>& sum, float factor, 
             make_uint4(pairs[0], pairs[1], pairs[2], pairs[3]);
       }
     }
+  }
+}
+/// Adds a warpgroup's sums to those in memory, as they lie in registers, four at a time. Each
+/// addition is atomic by itself.
+template <int kCols>
+__device__ __forceinline__ void add_sums(const Sum<kCols>& sum, float* to) {
+#pragma unroll
+  for (int i = 0; i < sum.size() / 4; ++i) {
+    const float* const of = &sum.elements[4 * i];
+    float4* const own = reinterpret_cast<float4*>(to) + 128 * i + threadIdx.x % 128;
+#ifdef CUDA_CPU
+    for (int e = 0; e < 4; ++e) atomicAdd(&own->x + e, of[e]);
+#else
+    atomicAdd(own, make_float4(of[0], of[1], of[2], of[3]));
+#endif
   }
 }
 /// The sums of a warpgroup, times `factor`, as they lie in registers.
@@ -403,29 +420,18 @@ struct BackwardHopperBlock {
                  in.width - col0);
       return;
     }
-    // The part before has left.
-    if constexpr (kInOrder) {
-      barrier_wait(&shared.part_empty[consumer], stage ^ 1);
+    if constexpr (!kInOrder) {
+      add_sums(part, in.dq_sums + int64_t{step.part + consumer} * Tile::kPartFloats);
     } else {
-      if (thread == 0) tensor_store_wait_read<0>();
-      named_barrier(2 + consumer, 128);
-    }
+      barrier_wait(&shared.part_empty[consumer], stage ^ 1);  // the part before has left
 #pragma unroll
-    for (int i = 0; i < part.size() / 4; ++i) {
-      const float* const of = &part.elements[4 * i];
-      shared.parts[consumer][i][thread] = make_float4(of[0], of[1], of[2], of[3]);
-    }
-    shared_fence();
-    if constexpr (kInOrder) {
+      for (int i = 0; i < part.size() / 4; ++i) {
+        const float* const of = &part.elements[4 * i];
+        shared.parts[consumer][i][thread] = make_float4(of[0], of[1], of[2], of[3]);
+      }
+      shared_fence();
       const int next = step.next < 0 ? -1 : step.next + consumer;
       post(step.part + consumer, step.key_tile, next);
-    } else {
-      named_barrier(2 + consumer, 128);
-      if (thread == 0) {
-        bulk_add(in.dq_sums + int64_t{step.part + consumer} * Tile::kPartFloats,
-                 &shared.parts[consumer][0][0].x, sizeof shared.parts[consumer]);
-        tensor_store_commit();
-      }
     }
   }
   /// Tells the warp that adds the consumer's parts.
@@ -545,12 +551,10 @@ struct BackwardHopperBlock {
       wgmma_wait<0>();
       add_part(dQ, shared.steps[(number_of(reader.ring) + 3) % 4], last);
     }
-    if (in.whole) return;
     if constexpr (kInOrder) {
+      if (in.whole) return;
       barrier_wait(&shared.part_empty[consumer], last);
       post(-1, 0, -1);
-    } else if (tells) {
-      tensor_store_wait_read<0>();
     }
   }
 };

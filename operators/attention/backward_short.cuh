@@ -30,6 +30,8 @@ struct BackwardShortTile {
   static constexpr int kConsumers = kConsumers_, kOwn = kOwn_, kKeys = 64 * kConsumers * kOwn;
   static constexpr int kThreads = 128 * (1 + kConsumers), kStages = 3;
   static constexpr int kPlaces = kKeys > 192 ? 1 : 2;  // for K and V of a head
+  // Three consumers have nearly all registers that there are. Still some counters of loops are
+  // spilled, which costs a step a few loads.
   static constexpr int kProducerRegisters = kConsumers == 3 ? 32 : 40;
   static constexpr int kConsumerRegisters = kConsumers == 3 ? 160 : 232;
 };

@@ -116,7 +116,7 @@ struct ShortKeys {
   double step, head;
 };
 inline constexpr std::array<ShortKeys, 3> kShortKeys = {
-    ShortKeys{128, 2, 1.6}, ShortKeys{192, 2.1, 3.6}, ShortKeys{256, 3.8, 5.5}};
+    ShortKeys{128, 2.5, 0.5}, {192, 2.15, 3.9}, {256, 3.5, 4}};
 inline constexpr double kShortFirst = 3.5;  ///< until the first head has come, and after the last
 inline constexpr double kBackwardAround = 13;  ///< of launches that are not needed then
 
