@@ -11,8 +11,8 @@
 // of them computes dQ of a tile, 64 x 64 numbers, and the others are in the next step meanwhile.
 // There are two places for dS^T.
 //
-// A consumer starts the product for dP only when it has the probabilities. So it has fewer registers
-// in use, and the tensor cores are busy with the other consumers' products.
+// A consumer starts the product for dP only when it has the probabilities. So it has fewer
+// registers in use, and the tensor cores are busy with the other consumers' products.
 //
 // D, the sums of d_out * out, are computed here, too: the copy engine brings out beside Q and
 // d_out, and a thread of two helping warps has a row of both.

@@ -109,8 +109,8 @@ inline BackwardDivision divide(const BackwardTiles& of) {
   return best;
 }
 
-/// Where a block has all keys of a head, up to so many: microseconds of a tile of 64 queries, and of
-/// a head beside these.
+/// Where a block has all keys of a head, up to so many: microseconds of a tile of 64 queries, and
+/// of a head beside these.
 struct ShortKeys {
   int64_t keys;
   double step, head;
