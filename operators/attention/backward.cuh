@@ -164,7 +164,11 @@ class BackwardLaunches {
         kShortKeys, [&](const ShortKeys& each) { return shape_.keys <= each.keys; });
     const double steps = static_cast<double>(shape_.group() * ceil_div(shape_.queries, 64));
     const double took = microseconds(of, sequences(), tiles.places, steps);
-    return took < microseconds(tiles, divide(tiles)) + kBackwardAround ? of.keys : 0;
+    const double bytes = static_cast<double>(rows() * tile_width()) *
+                         (shape_.keys <= kBackwardKeys ? kWholeBytes : kSumBytes);
+    const double otherwise =
+        microseconds(tiles, divide(tiles)) + kBackwardAround + bytes / kAroundRate;
+    return took < otherwise ? of.keys : 0;
   }
   /// In order a sum need not begin as zeros, and a first block stores its parts. That pays where
   /// the blocks of a sequence need not wait long for each other in the beginning, which are

@@ -118,7 +118,10 @@ struct ShortKeys {
 inline constexpr std::array<ShortKeys, 3> kShortKeys = {
     ShortKeys{128, 2.5, 0.5}, {192, 2.15, 3.9}, {256, 3.5, 4}};
 inline constexpr double kShortFirst = 3.5;  ///< until the first head has come, and after the last
-inline constexpr double kBackwardAround = 13;  ///< of launches that are not needed then
+// Of launches that are not needed then: microseconds, and bytes that they move in a microsecond.
+// For each number of dQ they read d_out and out, and write dQ; if it is added up in memory, there
+// are zeros, the additions of two tiles of keys, and one more load.
+inline constexpr double kBackwardAround = 10, kAroundRate = 5e6, kWholeBytes = 10, kSumBytes = 26;
 
 /// How long that should take with so many heads of K and V.
 inline double microseconds(const ShortKeys& of, int64_t heads, int64_t places, double steps) {

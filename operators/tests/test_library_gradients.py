@@ -354,7 +354,7 @@ DIVIDED = [
 SHORT = [
     (AttentionBackward, dict(queries=70, keys=20, heads=2, width=64, type=BFLOAT16)),
     (AttentionBackward, dict(batch=9, queries=66, keys=70, heads=1, width=24, causal=1)),
-    (AttentionBackward, dict(queries=150, keys=130, heads=2, kv_heads=1, width=64, causal=1, type=BFLOAT16)),
+    (AttentionBackward, dict(queries=120, keys=130, heads=2, kv_heads=1, width=64, causal=1, type=BFLOAT16)),
     (AttentionBackward, dict(batch=5, queries=70, keys=150, heads=2, kv_heads=2, width=8, causal=1, layout="apart")),
     (AttentionBackward, dict(queries=20, keys=192, heads=2, kv_heads=1, width=40, layout="heads first",
                              deterministic=1)),
