@@ -174,7 +174,7 @@ class BackwardLaunches {
   /// the blocks of a sequence need not wait long for each other in the beginning, which are
   /// places / sequences() then, a step one after the other. Only where blocks draw their items:
   /// then it does not matter in which order they start. With a causal mask heads of 64 are 4 to 7 %
-  /// faster in any order from 4096 keys on, and heads of 128 3 to 5 % from 2048 keys on (H200).
+  /// faster in any order from 4096 keys on, and heads of 128 3 to 4 % from 2048 keys on (H200).
   bool order_pays() const {
     const int64_t places = multiprocessors();
     if (!is_hopper() || shape_.width > 128 || whole_ || all_key_tiles() <= places || plain() == 0) {
