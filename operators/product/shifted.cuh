@@ -4,10 +4,10 @@
 //
 // The copy engine wants boxes that begin at multiples of 16 bytes, and rows of a matrix that are a
 // multiple of 16 bytes apart. Every fourth row of floats begins at the same place within 16 bytes.
-// So such rows are a matrix that the engine can follow (ShiftedRows), and its boxes have up to three
-// elements more than are wanted, before and after. In shared memory the rows of a tile then are
-// shifted by 0 to 3 elements. mma.sync does not mind: a thread loads the elements of its fragments
-// one by one, and begins later in a row that is shifted.
+// So such rows are a matrix that the engine can follow (ShiftedRows), and its boxes have up to
+// three elements more than are wanted, before and after. In shared memory the rows of a tile then
+// are shifted by 0 to 3 elements. mma.sync does not mind: a thread loads the elements of its
+// fragments one by one, and begins later in a row that is shifted.
 //
 // Without care, lanes of a warp would meet in the same bank. Rows of A that a fragment has are
 // shifted equally: 4 i + c for the same c. And which columns of B belong to one fragment follows
@@ -31,9 +31,9 @@ namespace operators::product {
 
 using namespace primitives;
 
-/// A matrix (rows, cols) whose rows may begin at any element: `classes` matrices, each of
-/// every so many-th row, in boxes of box_rows / classes rows. In matrix c an element is shift[c]
-/// further than its column says.
+/// A matrix (rows, cols) whose rows may begin at any element, as `classes` matrices. Matrix c has
+/// row c and every so many-th row after it, in boxes of box_rows / classes rows. In it an element
+/// is shift[c] further than its column says.
 struct ShiftedRows {
   CUtensorMap maps[4];
   int shift[4];
@@ -369,9 +369,10 @@ double shifted_microseconds(const ProductShape& shape, bool aligned_b, const Shi
                                                        32 * (aligned_b ? kCost.aligned_b : 1);
   const double mean = std::max(1.0, 1.0 * plan.tiles * plan.clusters / alone);  // of blocks
   const double blocks = mean + kCost.unequal * (std::ceil(mean) - mean);
+  const auto cubed = [](double cycles) { return cycles * cycles * cycles; };
   const double step =
-      std::cbrt(std::pow(blocks * lines * kCost.line, 3) +
-                std::pow(blocks * kSums * Tile::BK * kCost.multiply, 3) + std::pow(kCost.least, 3));
+      std::cbrt(cubed(blocks * lines * kCost.line) +
+                cubed(blocks * kSums * Tile::BK * kCost.multiply) + cubed(kCost.least));
   const double bytes = 4 * (1.0 * (shape.rows + shape.cols) * shape.depth + elements);
   const double in_memory =
       plan.clusters == 1 ? 0
@@ -433,10 +434,13 @@ struct ShiftedWays {
     const int depth = ceil_div(shape.depth, Tile::BK), alone = std::max(1, fit / Tile::kResident);
     ShiftedPlan plan = {};
     double microseconds = INFINITY;
+    // More clusters that have as many steps are no faster, nor are more than the handover is worth.
     for (int clusters = 1; clusters <= fit / tiles && of_cluster * clusters <= depth; ++clusters) {
-      const ShiftedPlan each = {of_cluster, clusters, ceil_div(depth, of_cluster * clusters),
-                                tiles};
+      const int steps = ceil_div(depth, of_cluster * clusters);
+      if (steps == plan.steps) continue;
+      const ShiftedPlan each = {of_cluster, clusters, steps, tiles};
       const double would = shifted_microseconds<Tile>(shape, b_stride % 4 == 0, each, alone);
+      if (would > 1.3 * microseconds) break;
       if (would < microseconds) microseconds = would, plan = each;
     }
     if (plan.clusters == 0) return;

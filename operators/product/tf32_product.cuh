@@ -11,7 +11,8 @@
 // and those that multiply split B. Where C has few tiles the product comes in slices (sliced.cuh),
 // and where A has few rows B is read once (OneRow). Where rows are not aligned to 16 bytes a kernel
 // first copies them into rows that are; or, where rows or columns are few, mma.sync multiplies them
-// as they lie (shifted.cuh). On other GPUs the product is that of portable/tf32.cuh.
+// as they lie (shifted.cuh). In 3xTF32 that way is for aligned rows, too, since there it is faster
+// where there is little to multiply. On other GPUs the product is that of portable/tf32.cuh.
 #pragma once
 
 #include <algorithm>
@@ -234,7 +235,7 @@ class Tf32Product {
       offer_slices<128, 2>(ways, self), offer_slices<128, 4>(ways, self),
           offer_slices<64, 4>(ways, self);
       offer_slices<32, 2, true>(ways, self), offer_slices<64, 4, true>(ways, self);
-      if (A_.copied || B_.copied) {
+      if (kSplit || A_.copied || B_.copied) {
         const ShiftedWays shifted = {A_.from,         B_.from,   C_,     A_.own_stride(),
                                      B_.own_stride(), c_stride_, shape_, caller_.stream};
         shifted.offer<ShiftedTile<kMath, 32, 128, 1, 4, 4, 2>>(ways, sums_);
