@@ -15,7 +15,8 @@ struct RowStrides {
   int64_t a = 0, b = 0, c = 0;
 };
 
-/// For ids of ways: how tiles are divided among clusters; or that they are those of mma.sync.
-enum class Divided : int64_t { whole, shared, in_slices, by_mma_sync };
+/// For ids of ways: how tiles are divided among clusters; or that they are those of mma.sync, of
+/// aligned rows or of shifted ones.
+enum class Divided : int64_t { whole, shared, in_slices, by_mma_sync, shifted };
 
 }  // namespace operators::product

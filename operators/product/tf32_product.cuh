@@ -10,7 +10,9 @@
 // rounds both on the way, or else the warps beside the thread that copies split A into two tiles,
 // and those that multiply split B. Where C has few tiles the product comes in slices (sliced.cuh),
 // and where A has few rows B is read once (OneRow). Where rows are not aligned to 16 bytes a kernel
-// first copies them into rows that are. On other GPUs the product is that of portable/tf32.cuh.
+// first copies them into rows that are; or, where rows or columns are few, mma.sync multiplies them
+// as they lie (shifted.cuh). In 3xTF32 that way is for aligned rows, too, since there it is faster
+// where there is little to multiply. On other GPUs the product is that of portable/tf32.cuh.
 #pragma once
 
 #include <algorithm>
@@ -19,6 +21,7 @@
 
 #include "operators/product/plan.cuh"
 #include "operators/product/portable/tf32.cuh"
+#include "operators/product/shifted.cuh"
 #include "operators/product/split_tf32.cuh"
 #include "operators/product/tf32.cuh"
 
@@ -232,6 +235,15 @@ class Tf32Product {
       offer_slices<128, 2>(ways, self), offer_slices<128, 4>(ways, self),
           offer_slices<64, 4>(ways, self);
       offer_slices<32, 2, true>(ways, self), offer_slices<64, 4, true>(ways, self);
+      if (kSplit || A_.copied || B_.copied) {
+        const ShiftedWays shifted = {A_.from,         B_.from,   C_,     A_.own_stride(),
+                                     B_.own_stride(), c_stride_, shape_, caller_.stream};
+        shifted.offer<ShiftedTile<kMath, 32, 128, 1, 4, 4, 2>>(ways, sums_);
+        if constexpr (kMath == Math::tf32) {
+          shifted.offer<ShiftedTile<kMath, 96, 128, 3, 2, 3, 2>>(ways, sums_);
+          shifted.offer<ShiftedTile<kMath, 128, 96, 2, 3, 3, 2>>(ways, sums_);
+        }
+      }
     }
     sums_.allocate(caller_.workspace);
     return ways.found();

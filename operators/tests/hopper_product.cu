@@ -239,6 +239,66 @@ bool right_in_tf32(const ProductShape& shape, bool split, int slices = 0) {
   return ok;
 }
 
+/// The same of dense rows, of which the first begins `shift` elements behind a multiple of 16 bytes
+/// (shifted.cuh). What is before it, and behind the last one, is NaN.
+template <class Tile>
+bool right_as_they_lie(const ProductShape& shape, int shift, int of_cluster, int clusters) {
+  using Numbers = Matrix<float>;
+  const auto filled = [shift](int rows, int cols) {
+    std::vector<float> host(static_cast<size_t>(rows) * cols + 2 * shift, NAN);
+    for (int row = 0; row < rows; ++row) {
+      for (int col = 0; col < cols; ++col) {
+        host[static_cast<size_t>(row) * cols + col + shift] = Numbers::number(row, col);
+      }
+    }
+    float* data = nullptr;
+    CUDA_CHECK(cudaMalloc(&data, host.size() * sizeof(float)));
+    CUDA_CHECK(cudaMemcpy(data, host.data(), host.size() * sizeof(float), cudaMemcpyHostToDevice));
+    return data;
+  };
+  const auto memory = [](float* data, size_t size) {
+    return operators::Memory<float>([data] { return data; }, size);
+  };
+  const int depth = ceil_div(shape.depth, Tile::BK);
+  const int tiles = ceil_div(shape.rows, Tile::BM) * ceil_div(shape.cols, Tile::BN);
+  const ShiftedPlan plan = {of_cluster, clusters, ceil_div(depth, of_cluster * clusters), tiles};
+  float* const A = filled(shape.rows, shape.depth);
+  float* const B = filled(shape.depth, shape.cols);
+  const Matrix<float> C(shape.rows, shape.cols), sums(tiles * clusters, Tile::BM * Tile::BN);
+  const Matrix<unsigned> arrived(tiles, of_cluster);
+  CUDA_CHECK(cudaMemset(arrived.data, 0, arrived.bytes()));
+  const ShiftedWays ways = {memory(A + shift, 0),
+                            memory(B + shift, 0),
+                            memory(C.data, 0),
+                            shape.depth,
+                            shape.cols,
+                            C.stride,
+                            shape,
+                            nullptr};
+  bool ok = true;
+  std::vector<float> host(static_cast<size_t>(C.rows) * C.stride);
+  for (int launch = 0; launch < 2; ++launch) {  // a launch leaves what the next one needs
+    CUDA_CHECK(cudaMemset(C.data, 0xff, C.bytes()));
+    ways.template launch<Tile>(plan, {nullptr, arrived.data, sums.data});
+    CUDA_CHECK(cudaMemcpy(host.data(), C.data, C.bytes(), cudaMemcpyDeviceToHost));
+    for (int row = 0; row < shape.rows; ++row) {
+      for (int col = row % 16; col < shape.cols; col += 16) {
+        float sum = 0;
+        for (int k = 0; k < shape.depth; ++k) {
+          sum += Numbers::number(row, k) * Numbers::number(k, col);
+        }
+        ok = ok && host[static_cast<size_t>(row) * C.stride + col] == sum;
+      }
+    }
+  }
+  std::printf("%d x %d tiles, in %s, rows as they lie, each in %d x %d slices%s\n", Tile::BM,
+              Tile::BN, Tile::kMath == Math::split ? "3xTF32" : "TF32", clusters, of_cluster,
+              ok ? "" : ": FAILED");
+  cudaFree(A);
+  cudaFree(B);
+  return ok;
+}
+
 }  // namespace
 
 int main(int argc, char** argv) {
@@ -283,5 +343,13 @@ int main(int argc, char** argv) {
   ok = right_in_tf32<OneRow<PlainTf32Tile<Math::tf32, 64, 1>>>(quarter, false, 2) && ok;
   ok = right_in_tf32<PlainTf32Tile<Math::split, 64, 1>>(quarter, false, 3) && ok;
   ok = right_in_tf32<PlainTf32Tile<Math::split, 64, 1>, 4>(quarter, false, 4) && ok;
+  // Rows begin at any element, or at every other one; more steps than stages; and a slice of none.
+  using Small = ShiftedTile<Math::tf32, 32, 128, 1, 4, 3, 1>;
+  const int rows = std::min(shape.rows, 40), cols = std::min(shape.cols, 150) / 4 * 4;
+  ok = right_as_they_lie<Small>({rows, cols + 1, 4 * shape.depth + 1}, 3, 4, 1) && ok;
+  ok = right_as_they_lie<Small>({rows, cols + 2, shape.depth + 3}, 0, 4, 2) && ok;
+  ok = right_as_they_lie<ShiftedTile<Math::split, 32, 64, 1, 2, 4, 1>>(
+           {rows, cols + 4, shape.depth + 2}, 1, 4, 3) &&
+       ok;
   return ok ? 0 : 1;
 }

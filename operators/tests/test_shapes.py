@@ -71,7 +71,16 @@ def test_all_ways_of_a_product_are_right():
     assert result.stdout.count("blocks of a tile: 4") == 4, result.stdout  # of fp32, by clusters
 
 
-@pytest.mark.parametrize("sizes", [*SHAPES, "4096 1000 4104", "1000 4097 333"])
+@pytest.mark.parametrize("sizes", ["35 67 301", "33 66 258", "1 131 300"])
+def test_rows_as_they_lie_are_right(sizes, monkeypatch):
+    """Rows that begin at any element, at every other one, or of one factor alone at every other one."""
+    monkeypatch.setenv("CUDA_CPU_MULTIPROCESSORS", "32")
+    result = run_program(TESTS / "product_shapes", *sizes.split())
+    assert result.returncode == 0 and result.stdout.count("tf32, TF32 by mma.sync, rows as they lie") > 1, (
+        result.stdout + result.stderr)
+
+
+@pytest.mark.parametrize("sizes", [*SHAPES, "4096 1000 4104", "1000 4097 333", "453 88 3629"])
 def test_product_shapes_on_a_gpu(sizes):
     result = run_program(hopper_program("operators/tests/product_shapes"), *sizes.split())
     assert result.returncode == 0 and result.stdout, result.stdout + result.stderr

@@ -44,7 +44,7 @@ HEADERS = {
     PRODUCT: (*SHARED, KERNEL, "operators/product/plan.cuh", "operators/product/sliced.cuh",
               "operators/product/tf32.cuh", "operators/product/split_tf32.cuh",
               "operators/product/portable/fp32_tiles.cuh", "operators/product/portable/tf32.cuh",
-              "operators/product/tf32_product.cuh"),
+              "operators/product/tf32_product.cuh", "operators/product/shifted.cuh"),
     "operators_gating": ("operators/gating/rows.cuh", "operators/gating/resident.cuh", "operators/gating/portable.cuh",
                          "operators/gating/layer.cuh"),
     "operators_diffusion": (*SHARED, "operators/diffusion/fused.cuh", "operators/diffusion/one_launch.cuh"),
