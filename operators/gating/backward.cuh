@@ -37,8 +37,8 @@ namespace operators::gating {
 
 /// What the kernel between the products works on: s and v, as they were before the biases, with
 /// rows `stride` apart, and dS and dV, with rows `d_stride` apart. These have `half_cols` columns,
-/// an even number that is at least `hidden`. In types of 2 bytes s and v are where dS and dV are to
-/// be.
+/// a multiple of 8 that is at least `hidden`. In types of 2 bytes s and v are where dS and dV are
+/// to be.
 template <typename T>
 struct GateGradients {
   const T *s, *v;
@@ -50,69 +50,95 @@ struct GateGradients {
   int hidden, half_cols;
   Gate gate;
   bool gated_values;  ///< v has the gate's function, too; only where there are two inputs
+  bool kept;          ///< s and v are what KeptSlopes has; only where there are two inputs
   float* partials;    ///< (slices, 2, half_cols): column sums of dS and dV
 };
 
-/// A thread has two neighbouring columns of every kGateRows-th row of its slice. What `hidden` does
-/// not fill becomes 0: it is a factor, too. kTwo: there are two inputs.
-template <typename T, bool kTwo>
-__global__ void __launch_bounds__(kGateCols / 2 * kGateRows, 4)
-    gate_gradients(const GateGradients<T> in) {
-  __shared__ float4 sums[kGateRows][kGateCols / 2];
-  const int col = static_cast<int>(blockIdx.x) * kGateCols + 2 * static_cast<int>(threadIdx.x);
+/// A thread has kWidth neighbouring columns of every so many-th row of its slice. What `hidden`
+/// does not fill becomes 0: it is a factor, too. kAligned: there is nothing to fill, and neighbours
+/// are one load.
+template <typename T, int kWidth, bool kAligned>
+__global__ void __launch_bounds__(kGateThreads) gate_gradients(const GateGradients<T> in) {
+  using Pack = Neighbours<T, kWidth>;
+  constexpr int kAcross = kGateCols / kWidth, kRows = kGateThreads / kAcross;
+  __shared__ float sums[kRows][2][kGateCols];
+  const int x = static_cast<int>(threadIdx.x) % kAcross * kWidth;
+  const int y = static_cast<int>(threadIdx.x) / kAcross;
+  const int col = static_cast<int>(blockIdx.x) * kGateCols + x;
   const int64_t first = blockIdx.y * in.slice, end = min(in.rows, first + in.slice);
-  float4 sum = {};
+  float sum_s[kWidth] = {}, sum_v[kWidth] = {};
   if (col < in.half_cols) {
-    const bool inside[2] = {col < in.hidden, col + 1 < in.hidden};
-    const auto at = [&](const T* from, int e) {
-      return inside[e] && from != nullptr ? static_cast<float>(from[col + e]) : 0.0f;
-    };
-    const auto two = [&](const T* row) {
-      if constexpr (sizeof(T) == 2) {
-        const auto pair = *reinterpret_cast<const Neighbours<T, 2>*>(row + col);
-        return make_float2(static_cast<float>(pair.values[0]), static_cast<float>(pair.values[1]));
-      } else {  // rows may start anywhere
-        return make_float2(at(row, 0), at(row, 1));
-      }
-    };
-    const float b1[2] = {at(in.b1, 0), at(in.b1, 1)}, b2[2] = {at(in.b2, 0), at(in.b2, 1)};
-    // So many rows at once as the registers of 4 blocks have room for.
-    with_gate(in.gate, [&]<Gate kGate>() {
-#pragma unroll kGate == Gate::sigmoid ? 2 : 1
-      for (int64_t row = first + threadIdx.y; row < end; row += kGateRows) {
-        const float2 s = two(in.s + row * in.stride), v = two(in.v + row * in.stride);
-        float d_s[2], d_v[2];
+    const auto load = [&](const T* row) {
+      Pack pack = {};
+      if constexpr (kAligned) {
+        pack = *reinterpret_cast<const Pack*>(row + col);
+      } else {
 #pragma unroll
-        for (int e = 0; e < 2; ++e) {
-          const float d = at(in.d_out + row * in.d_out_stride, e);
-          const GateAt gate = gate_at<T, kGate>((e == 0 ? s.x : s.y) + b1[e]);
-          GateAt value = {(e == 0 ? v.x : v.y) + b2[e], 1};
-          if constexpr (kTwo) {
-            if (in.gated_values) value = gate_at<T, kGate>(value.value);
-          }
-          d_v[e] = inside[e] ? d * gate.value * value.slope : 0;
-          d_s[e] = inside[e] ? d * gate.slope * value.value : 0;
+        for (int e = 0; e < kWidth; ++e) {
+          if (col + e < in.hidden) pack.values[e] = row[col + e];
         }
-        using Pair = Neighbours<T, 2>;
-        const int64_t at_row = row * in.d_stride + col;
-        *reinterpret_cast<Pair*>(in.d_s + at_row) = {static_cast<T>(d_s[0]),
-                                                     static_cast<T>(d_s[1])};
-        *reinterpret_cast<Pair*>(in.d_v + at_row) = {static_cast<T>(d_v[0]),
-                                                     static_cast<T>(d_v[1])};
-        sum.x += d_s[0], sum.y += d_s[1], sum.z += d_v[0], sum.w += d_v[1];
       }
-    });
+      return pack;
+    };
+    const auto bias = [&](const T* from, int e) {
+      return from != nullptr && col + e < in.hidden ? static_cast<float>(from[col + e]) : 0.0f;
+    };
+    float b1[kWidth], b2[kWidth];
+#pragma unroll
+    for (int e = 0; e < kWidth; ++e) b1[e] = bias(in.b1, e), b2[e] = bias(in.b2, e);
+    // Two rows are loaded before the first one is stored: s and v may lie where dS and dV go to, so
+    // the compiler would not exchange them.
+    const auto each_row = [&](const auto& slopes) {
+      for (int64_t row = first + y; row < end; row += 2 * kRows) {
+        Pack s[2], v[2], d[2];
+#pragma unroll
+        for (int i = 0; i < 2; ++i) {
+          const int64_t own = row + i * kRows < end ? row + i * kRows : row;  // nobody else's
+          s[i] = load(in.s + own * in.stride), v[i] = load(in.v + own * in.stride);
+          d[i] = load(in.d_out + own * in.d_out_stride);
+        }
+#pragma unroll
+        for (int i = 0; i < 2; ++i) {
+          if (row + i * kRows >= end) break;
+          Pack d_s, d_v;
+#pragma unroll
+          for (int e = 0; e < kWidth; ++e) {
+            const float2 to = slopes(static_cast<float>(s[i].values[e]),
+                                     static_cast<float>(v[i].values[e]), b1[e], b2[e]);
+            const bool inside = kAligned || col + e < in.hidden;
+            const float own = static_cast<float>(d[i].values[e]);
+            const float of_s = inside ? own * to.x : 0, of_v = inside ? own * to.y : 0;
+            d_s.values[e] = static_cast<T>(of_s), d_v.values[e] = static_cast<T>(of_v);
+            sum_s[e] += of_s, sum_v[e] += of_v;
+          }
+          const int64_t at = (row + i * kRows) * in.d_stride + col;
+          *reinterpret_cast<Pack*>(in.d_s + at) = d_s;
+          *reinterpret_cast<Pack*>(in.d_v + at) = d_v;
+        }
+      }
+    };
+    if (in.kept) {
+      each_row([](float s, float v, float, float) { return make_float2(s, v); });
+    } else {
+      with_gate(in.gate, [&]<Gate kGate>() {
+        each_row([&](float s, float v, float of_gates, float of_values) {
+          const GateAt gate = gate_at<T, kGate>(s + of_gates);
+          GateAt value = {v + of_values, 1};
+          if (in.gated_values) value = gate_at<T, kGate>(value.value);
+          return make_float2(gate.slope * value.value, gate.value * value.slope);
+        });
+      });
+    }
   }
-  sums[threadIdx.y][threadIdx.x] = sum;
+#pragma unroll
+  for (int e = 0; e < kWidth; ++e) sums[y][0][x + e] = sum_s[e], sums[y][1][x + e] = sum_v[e];
   __syncthreads();
-  if (threadIdx.y > 0 || col >= in.half_cols) return;
-  for (int i = 1; i < kGateRows; ++i) {
-    const float4 other = sums[i][threadIdx.x];
-    sum.x += other.x, sum.y += other.y, sum.z += other.z, sum.w += other.w;
-  }
-  float* const to = in.partials + int64_t{blockIdx.y} * 2 * in.half_cols + col;
-  *reinterpret_cast<float2*>(to) = make_float2(sum.x, sum.y);
-  *reinterpret_cast<float2*>(to + in.half_cols) = make_float2(sum.z, sum.w);
+  const int own = static_cast<int>(threadIdx.x), at = own % kGateCols;
+  if (own >= 2 * kGateCols || static_cast<int>(blockIdx.x) * kGateCols + at >= in.half_cols) return;
+  float sum = 0;
+  for (int i = 0; i < kRows; ++i) sum += sums[i][own / kGateCols][at];
+  in.partials[(int64_t{blockIdx.y} * 2 + own / kGateCols) * in.half_cols + blockIdx.x * kGateCols +
+              at] = sum;
 }
 
 /// db1 and db2: the sums of all slices, in their order. A thread has a column, blockIdx.y says of
@@ -144,7 +170,8 @@ class GatedLayerBackward {
   GatedLayerBackward(const Caller& caller, const GatingMemory<T>& of, const GatingGradients<T>& d,
                      const GatingShape& shape, const ProductWays<T>& multiply,
                      const TurnedProductWays<T>& multiply_turned,
-                     const std::optional<ValueInput<T>>& value = {})
+                     const std::optional<ValueInput<T>>& value = {},
+                     const std::optional<KeptSlopes<T>>& kept = {})
       : caller_(caller),
         of_(of),
         d_(d),
@@ -165,7 +192,8 @@ class GatedLayerBackward {
           {static_cast<int>(m), static_cast<int>(n), static_cast<int>(k)}, strides, of_a));
     };
     const Memory<T> d_s = any(M * 2 * pitch), d_v = behind(d_s, value ? M * pitch : pitch);
-    const Memory<T> s = kHalves ? d_s : any(M * H), v = kHalves ? d_v : any(M * H);
+    const Memory<T> s = kept ? kept->s_slopes : kHalves ? d_s : any(M * H);
+    const Memory<T> v = kept ? kept->v_slopes : kHalves ? d_v : any(M * H);
     const Input x = input(of.x, shape.channels, of.x_stride, d_s, d.d_x);
     std::vector<Input> inputs = {x};
     if (value) inputs.push_back(input(value->y, value->channels, value->stride, d_v, *d.d_y));
@@ -173,11 +201,14 @@ class GatedLayerBackward {
     const int64_t W_t_stride = aligned(x.channels);  // of [W1 | W2]^T
     const Memory<T> W_t = any(value ? 0 : stride * W_t_stride);
 
-    std::vector<Way> steps = {
-        product_of(x.x, of.W1, s, M, H, x.channels, {of.x_stride, 0, kHalves ? stride : 0}),
-        product_of(y.x, of.W2, v, M, H, y.channels,
-                   {value ? value->stride : of.x_stride, 0, kHalves ? stride : 0}),
-        gates(s, v, d_s, d_v)};
+    std::vector<Way> steps;
+    if (!kept) {
+      const int64_t apart = kHalves ? stride : 0;
+      steps = {product_of(x.x, of.W1, s, M, H, x.channels, {of.x_stride, 0, apart}),
+               product_of(y.x, of.W2, v, M, H, y.channels,
+                          {value ? value->stride : of.x_stride, 0, apart})};
+    }
+    steps.push_back(gates(s, v, d_s, d_v, kept.has_value()));
     if (!value) steps.push_back(turn_weights(x.channels, W_t, W_t_stride));
     std::vector<Way> by_products, from_slices;
     const Memory<T> W[2] = {of.W1, of.W2}, d_W[2] = {d.d_W1, d.d_W2};
@@ -216,7 +247,8 @@ class GatedLayerBackward {
                                [=, *this] { add_weights(both.data(), 1, K, d_W[0], d_W[1]); }});
       }
     }
-    const char* const by_products_name = value     ? "six products and their gates between them"
+    const char* const by_products_name = kept      ? "four products after their slopes"
+                                         : value   ? "six products and their gates between them"
                                          : kHalves ? "five products and their gates between them"
                                                    : "four products and their gates between them";
     offer(Weights::by_products, by_products_name, steps, by_products);
@@ -225,8 +257,9 @@ class GatedLayerBackward {
         std::ranges::all_of(inputs, [](const Input& in) { return in.channels % 8 == 0; });
     if (kHalves && in_pieces) {
       offer(Weights::from_slices,
-            value ? "four products and their gates, weights from slices of the rows"
-                  : "three products and their gates, weights from slices of the rows",
+            kept    ? "two products after their slopes, weights from slices of the rows"
+            : value ? "four products and their gates, weights from slices of the rows"
+                    : "three products and their gates, weights from slices of the rows",
             steps, from_slices);
     }
   }
@@ -267,9 +300,9 @@ class GatedLayerBackward {
     return Memory<T>([of, by] { return of.data() + by; }, of.size() - static_cast<size_t>(by));
   }
 
-  /// From s and v to dS and dV.
-  Way gates(const Memory<T>& s, const Memory<T>& v, const Memory<T>& d_s,
-            const Memory<T>& d_v) const {
+  /// From s and v, or from what is `kept`, to dS and dV.
+  Way gates(const Memory<T>& s, const Memory<T>& v, const Memory<T>& d_s, const Memory<T>& d_v,
+            bool kept) const {
     const GateSlices slices(M, pitch);
     const auto partials =
         caller_.workspace.template any<float>(slices.count * static_cast<size_t>(2 * pitch));
@@ -277,7 +310,7 @@ class GatedLayerBackward {
       const cudaStream_t stream = caller_.stream;
       const GateGradients<T> in{s,
                                 v,
-                                kHalves ? stride : H,
+                                kHalves && !kept ? stride : H,
                                 d_s,
                                 d_v,
                                 stride,
@@ -291,12 +324,13 @@ class GatedLayerBackward {
                                 static_cast<int>(pitch),
                                 of_.gate,
                                 gated_values_,
+                                kept,
                                 partials};
-      const dim3 threads(kGateCols / 2, kGateRows);
-      if (stride == pitch) {
-        gate_gradients<T, true><<<slices.blocks(), threads, 0, stream>>>(in);
+      constexpr int kWidth = 16 / sizeof(T);
+      if (H % 8 == 0) {
+        gate_gradients<T, kWidth, true><<<slices.blocks(), kGateThreads, 0, stream>>>(in);
       } else {
-        gate_gradients<T, false><<<slices.blocks(), threads, 0, stream>>>(in);
+        gate_gradients<T, 2, false><<<slices.blocks(), kGateThreads, 0, stream>>>(in);
       }
       add_bias_gradients<T><<<dim3(primitives::blocks_for(H, 128), 2), 128, 0, stream>>>(
           partials.data(), static_cast<int>(slices.count), static_cast<int>(pitch),

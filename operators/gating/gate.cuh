@@ -8,6 +8,7 @@
 #pragma once
 
 #include <cmath>
+#include <cstdint>
 
 #include "primitives/approximate.cuh"
 
@@ -23,7 +24,7 @@ enum class Gate : int {
   none        ///< s
 };
 
-inline constexpr float kTwiceSqrt2OverPi = 1.59576912f, kCubic = 0.044715f;
+inline constexpr float kTwiceSqrt2OverPi = 1.59576912f, kCubic = 0.044715f, kLog2E = 1.44269504f;
 
 /// Calls f<gate>(). The gate is the same for all threads, so that the whole warp goes one way.
 template <typename F>
@@ -79,7 +80,8 @@ struct GateAt {
 template <typename T>
 __device__ inline float2 sigmoids(float s) {
   if constexpr (sizeof(T) == 2) {
-    const float gate = 1 / (1 + __expf(-s));
+    using primitives::exp2_approximate, primitives::reciprocal_approximate;
+    const float gate = reciprocal_approximate(1 + exp2_approximate(-kLog2E * s));
     return make_float2(gate, 1 - gate);
   } else {  // the smaller one is no difference
     const float small = expf(-fabsf(s)), large = 1 / (1 + small), other = small * large;
@@ -104,6 +106,19 @@ __device__ inline GateAt gate_at(float s) {
   const float2 both = sigmoids<T>(s);
   if constexpr (kGate == Gate::silu) return {s * both.x, both.x * fmaf(s, both.y, 1)};
   return {both.x, both.x * both.y};
+}
+
+/// The same between products of wgmma, where nothing may be called: for results of 2 bytes. Of GELU
+/// it is Phi as sigmoid_for_normal() has it.
+template <Gate kGate>
+__device__ __forceinline__ GateAt gate_nearly_at(float s) {
+  if constexpr (kGate == Gate::gelu) {
+    const float normal = sigmoids<uint16_t>(sigmoid_for_normal(s)).x;
+    const float density = 0.398942280f * primitives::exp2_approximate(-0.5f * kLog2E * s * s);
+    return {s * normal, fmaf(s, density, normal)};
+  } else {
+    return gate_at<uint16_t, kGate>(s);
+  }
 }
 
 }  // namespace operators::gating

@@ -92,9 +92,9 @@ struct StorePair : StoreGated<T, false> {
 
 /// The Work of both products (see product.cuh). Of the depth the first `gate_steps` steps are x
 /// W1's, the others y W2's; each ends with zeros.
-template <class Tile_, typename T>
-struct PairProduct : MatrixProduct<Tile_, StorePair<T>> {
-  using Whole = MatrixProduct<Tile_, StorePair<T>>;
+template <class Tile_, class Epilogue>
+struct PairProduct : MatrixProduct<Tile_, Epilogue> {
+  using Whole = MatrixProduct<Tile_, Epilogue>;
   using Tile = Tile_;
   using typename Whole::Shared, typename Whole::Stage, typename Whole::Sum;
   Factor<> Y;
@@ -203,7 +203,7 @@ class GatedPair {
  private:
   template <class Tile>
   void offer(Ways& ways, const std::shared_ptr<const GatedPair>& self) {
-    WorkFacts facts = facts_of<PairProduct<Tile, T>>();
+    WorkFacts facts = facts_of<PairProduct<Tile, StorePair<T>>>();
     facts.stages = ProductShared<Tile>::kStages;
     facts.before = "two inputs; ";
     const LaunchOf<GatedPair, ProductPlan> launch = {
@@ -230,7 +230,7 @@ class GatedPair {
 
   template <class Tile>
   void launch(const ProductPlan& plan) const {
-    using Work = PairProduct<Tile, T>;
+    using Work = PairProduct<Tile, StorePair<T>>;
     constexpr size_t kBytes = sizeof(ProductShared<Tile>);
     const GatingMemory<T>& memory = of_.memory;
     const T *b1 = memory.b1, *b2 = memory.b2, *weights = memory.W1;

@@ -227,6 +227,21 @@ FK_API int fk_gating_two_forward(const fk_gating* gating, const void* x, const v
                                  void* out, void* workspace, size_t workspace_bytes,
                                  struct CUstream_st* stream);
 
+/* How many bytes of workspace fk_gating_two_kept_forward() needs on the current device.
+ * Written: bytes. Errors: as fk_gating_two_kept_forward(), without those of operands. */
+FK_API int fk_gating_two_kept_workspace(const fk_gating* gating, size_t* bytes);
+
+/* The same, which also keeps what its gradients need: s_slopes = gate'(s) * v and v_slopes =
+ * gate(s), or, if gated_values is 1, s_slopes = gate'(s) * gate(v) and v_slopes = gate(s) *
+ * gate'(v). Shapes: s_slopes and v_slopes (rows, hidden), dense. In types of 2 bytes s and v are
+ * rounded to the type before their gates, but not on compute capability 9.0 where hidden is a
+ * multiple of 8. All else: as fk_gating_two_forward(). Written: out, s_slopes and v_slopes. */
+FK_API int fk_gating_two_kept_forward(const fk_gating* gating, const void* x, const void* y,
+                                      const void* w1, const void* w2, const void* b1,
+                                      const void* b2, void* out, void* s_slopes, void* v_slopes,
+                                      void* workspace, size_t workspace_bytes,
+                                      struct CUstream_st* stream);
+
 /* How many elements neighbours of three dimensions are apart. All three 0: dense. */
 typedef struct fk_strides {
   int64_t batch, row, head;
@@ -681,6 +696,21 @@ FK_API int fk_gating_two_backward(const fk_gating* gating, const void* d_out, co
                                   void* d_b1, void* d_b2, void* workspace, size_t workspace_bytes,
                                   struct CUstream_st* stream);
 
+/* How many bytes of workspace fk_gating_two_kept_backward() needs on the current device.
+ * Written: bytes. Errors: as fk_gating_two_kept_backward(), without those of operands. */
+FK_API int fk_gating_two_kept_backward_workspace(const fk_gating* gating, size_t* bytes);
+
+/* The same, given what fk_gating_two_kept_forward() has written: d_s = d_out * s_slopes and d_v =
+ * d_out * v_slopes. So forward's products, a third of all, are not computed again, and b1 and b2
+ * are not read. In types of 2 bytes d_s and d_v are rounded to the type, and d_b1 and d_b2 may be
+ * sums of what is rounded. All else: as fk_gating_two_backward(). */
+FK_API int fk_gating_two_kept_backward(const fk_gating* gating, const void* d_out, const void* x,
+                                       const void* y, const void* w1, const void* w2,
+                                       const void* b1, const void* b2, const void* s_slopes,
+                                       const void* v_slopes, void* d_x, void* d_y, void* d_w1,
+                                       void* d_w2, void* d_b1, void* d_b2, void* workspace,
+                                       size_t workspace_bytes, struct CUstream_st* stream);
+
 /* How many bytes of workspace fk_softmax_backward() needs on the current device.
  * Written: bytes. Errors: as fk_softmax_backward(), without those of operands. */
 FK_API int fk_softmax_backward_workspace(const fk_softmax* softmax, size_t* bytes);
@@ -764,7 +794,9 @@ enum fk_function {
   FK_CLIFFORD_CONNECTED_KEPT_FORWARD = 27,
   FK_CLIFFORD_CONNECTED_KEPT_BACKWARD = 28,
   FK_CLIFFORD_LAYER_FORWARD = 29,
-  FK_CLIFFORD_LAYER_BACKWARD = 30
+  FK_CLIFFORD_LAYER_BACKWARD = 30,
+  FK_GATING_TWO_KEPT_FORWARD = 31,
+  FK_GATING_TWO_KEPT_BACKWARD = 32
 };
 
 /* A plan that the caller owns, for programs that want to say when something is planned, and how

@@ -281,8 +281,10 @@ constexpr const Function* kFunctions[] = {&product_forward,
                                           &clifford_connected_kept_forward,
                                           &clifford_connected_kept_backward,
                                           &clifford_layer_forward,
-                                          &clifford_layer_backward};
-static_assert(std::size(kFunctions) == FK_CLIFFORD_LAYER_BACKWARD);
+                                          &clifford_layer_backward,
+                                          &gating_two_kept_forward,
+                                          &gating_two_kept_backward};
+static_assert(std::size(kFunctions) == FK_GATING_TWO_KEPT_BACKWARD);
 
 const Function& with_number(int number) {
   if (number >= 1 && number <= static_cast<int>(std::size(kFunctions))) {

@@ -148,13 +148,14 @@ constexpr Function function_of(const char* name) {
 
 /// One for each fk_function; each is defined beside its operator.
 extern const Function product_forward, product_bias_forward, product_backward, gating_forward,
-    gating_backward, gating_two_forward, gating_two_backward, attention_forward, attention_log_sums,
-    diffusion_forward, diffusion_backward, softmax_forward, softmax_backward, gradients_forward,
-    gradients_backward, clifford_forward, clifford_backward, clifford_connected_forward,
-    clifford_connected_backward, clifford_connected_kept_forward, clifford_connected_kept_backward,
-    clifford_layer_forward, clifford_layer_backward, cross_entropy_forward, cross_entropy_backward,
-    attention_backward, diffusion_ragged_forward, diffusion_ragged_backward,
-    gradients_ragged_forward, gradients_ragged_backward;
+    gating_backward, gating_two_forward, gating_two_backward, gating_two_kept_forward,
+    gating_two_kept_backward, attention_forward, attention_log_sums, diffusion_forward,
+    diffusion_backward, softmax_forward, softmax_backward, gradients_forward, gradients_backward,
+    clifford_forward, clifford_backward, clifford_connected_forward, clifford_connected_backward,
+    clifford_connected_kept_forward, clifford_connected_kept_backward, clifford_layer_forward,
+    clifford_layer_backward, cross_entropy_forward, cross_entropy_backward, attention_backward,
+    diffusion_ragged_forward, diffusion_ragged_backward, gradients_ragged_forward,
+    gradients_ragged_backward;
 
 /// Says how many bytes of workspace the function needs, and returns a code.
 int query(const Function& function, const void* description, size_t* bytes) noexcept;

@@ -4,6 +4,8 @@
 #include <type_traits>
 
 #include "operators/gating/backward.cuh"
+#include "operators/gating/kept.cuh"
+#include "operators/gating/kept_backward.cuh"
 #include "operators/gating/layer.cuh"
 #include "operators/gating/two_inputs.cuh"
 #include "operators/gating/unfused.cuh"
@@ -167,6 +169,55 @@ Operator backward(const fk_gating& gating) {
   };
 }
 
+/// The slopes that forward keeps, numbers `first` and `first` + 1 of the operands.
+template <typename T>
+KeptSlopes<T> kept_of(const fk_gating& gating, const Operands& at, int first) {
+  const int64_t count = gating.rows * gating.hidden;
+  return {at.memory<T>(first, count), at.memory<T>(first + 1, count)};
+}
+
+/// The layer of two inputs that keeps slopes: x, y, w1, w2, b1, b2, out, s_slopes, v_slopes.
+template <typename T>
+Operator kept_layer(const fk_gating& gating) {
+  return [=](const Caller& caller, const Operands& at) {
+    const GatingMemory<T> memory = memory_of<T>(gating, at, 0, true, 6);
+    const GatingShape shape{gating.rows, gating.inputs, gating.hidden};
+    const ValueInput<T> value = value_of<T>(gating, at, 1);
+    const KeptSlopes<T> kept = kept_of<T>(gating, at, 7);
+    if constexpr (sizeof(T) == 2) {
+      std::vector<Way> ways = kept_pair(caller, memory, value, kept, shape);
+      if (!ways.empty()) return ways;
+    }
+    return unfused_layer<T>(caller, memory, shape, product_of<T>(gating), value, kept);
+  };
+}
+
+/// Its gradients: d_out, x, y, w1, w2, b1, b2, s_slopes, v_slopes, d_x, d_y, d_w1, d_w2, d_b1, d_b2.
+template <typename T>
+Operator kept_backward(const fk_gating& gating) {
+  return [=](const Caller& caller, const Operands& at) {
+    const GatingMemory<T> memory = memory_of<T>(gating, at, 1, true, 0);
+    const int64_t hidden = gating.hidden, rows = gating.rows;
+    const ValueInput<T> value = value_of<T>(gating, at, 2);
+    const KeptSlopes<T> kept = kept_of<T>(gating, at, 7);
+    const GatingGradients<T> d{at.memory<T>(0, rows * hidden),
+                               at.memory<T>(9, rows * gating.inputs),
+                               at.memory<T>(11, gating.inputs * hidden),
+                               at.memory<T>(13, hidden),
+                               at.memory<T>(12, value.channels * hidden),
+                               at.memory<T>(14, hidden),
+                               at.memory<T>(10, rows * value.channels)};
+    const GatingShape shape{rows, gating.inputs, hidden};
+    if constexpr (sizeof(T) == 2) {
+      std::vector<Way> ways = kept_gradients(caller, memory, value, kept, d, shape);
+      if (!ways.empty()) return ways;
+    }
+    return GatedLayerBackward<T>(caller, memory, d, shape, product_of<T>(gating),
+                                 turned_product_of<T>(gating), value, kept)
+        .ways();
+  };
+}
+
 /// Of the operators for each type that of the description's.
 Operator of_type(const fk_gating& gating, Operator (*of_half)(const fk_gating&),
                  Operator (*of_bfloat16)(const fk_gating&),
@@ -195,6 +246,9 @@ struct Arguments {
   Argument y() const { return rows("y", of.rows, value_inputs(of), of.value_stride, false); }
   Argument out(const char* name, bool written) const {
     return rows(name, of.rows, of.hidden, of.out_stride, written);
+  }
+  Argument kept(const char* name, bool written) const {
+    return dense(name, of.rows, of.hidden, written);
   }
   Argument weights(const char* name, bool written) const {
     return dense(name, of.inputs, of.hidden, written);
@@ -243,6 +297,27 @@ Task two_backward_task(const fk_gating& gating) {
        of.value_weights("d_w2", true), of.bias("d_b1", true), of.bias("d_b2", true)}};
 }
 
+Task two_kept_forward_task(const fk_gating& gating) {
+  check(gating, true);
+  const Arguments of{gating};
+  return {of_type(gating, kept_layer<half>, kept_layer<__nv_bfloat16>, kept_layer<float>),
+          {of.x(), of.y(), of.weights("w1", false), of.value_weights("w2", false),
+           of.bias("b1", false), of.bias("b2", false), of.out("out", true),
+           of.kept("s_slopes", true), of.kept("v_slopes", true)}};
+}
+
+Task two_kept_backward_task(const fk_gating& gating) {
+  check_backward(gating, true);
+  const Arguments of{gating};
+  return {of_type(gating, kept_backward<half>, kept_backward<__nv_bfloat16>, kept_backward<float>),
+          {of.out("d_out", false), of.x(), of.y(), of.weights("w1", false),
+           of.value_weights("w2", false), of.bias("b1", false), of.bias("b2", false),
+           of.kept("s_slopes", false), of.kept("v_slopes", false),
+           of.dense("d_x", gating.rows, gating.inputs, true),
+           of.dense("d_y", gating.rows, value_inputs(gating), true), of.weights("d_w1", true),
+           of.value_weights("d_w2", true), of.bias("d_b1", true), of.bias("d_b2", true)}};
+}
+
 }  // namespace
 
 const Function operators::library::gating_forward = function_of<fk_gating, forward_task>("gating");
@@ -252,6 +327,10 @@ const Function operators::library::gating_two_forward =
     function_of<fk_gating, two_forward_task>("gating");
 const Function operators::library::gating_two_backward =
     function_of<fk_gating, two_backward_task>("gating");
+const Function operators::library::gating_two_kept_forward =
+    function_of<fk_gating, two_kept_forward_task>("gating");
+const Function operators::library::gating_two_kept_backward =
+    function_of<fk_gating, two_kept_backward_task>("gating");
 
 extern "C" int fk_gating_workspace(const fk_gating* gating, size_t* bytes) {
   return query(gating_forward, gating, bytes);
@@ -301,4 +380,33 @@ extern "C" int fk_gating_two_backward(const fk_gating* gating, const void* d_out
   return call(gating_two_backward, gating,
               {d_out, x, y, w1, w2, b1, b2, d_x, d_y, d_w1, d_w2, d_b1, d_b2}, workspace,
               workspace_bytes, stream);
+}
+
+extern "C" int fk_gating_two_kept_workspace(const fk_gating* gating, size_t* bytes) {
+  return query(gating_two_kept_forward, gating, bytes);
+}
+
+extern "C" int fk_gating_two_kept_backward_workspace(const fk_gating* gating, size_t* bytes) {
+  return query(gating_two_kept_backward, gating, bytes);
+}
+
+extern "C" int fk_gating_two_kept_forward(const fk_gating* gating, const void* x, const void* y,
+                                          const void* w1, const void* w2, const void* b1,
+                                          const void* b2, void* out, void* s_slopes, void* v_slopes,
+                                          void* workspace, size_t workspace_bytes,
+                                          struct CUstream_st* stream) {
+  return call(gating_two_kept_forward, gating, {x, y, w1, w2, b1, b2, out, s_slopes, v_slopes},
+              workspace, workspace_bytes, stream);
+}
+
+extern "C" int fk_gating_two_kept_backward(const fk_gating* gating, const void* d_out,
+                                           const void* x, const void* y, const void* w1,
+                                           const void* w2, const void* b1, const void* b2,
+                                           const void* s_slopes, const void* v_slopes, void* d_x,
+                                           void* d_y, void* d_w1, void* d_w2, void* d_b1,
+                                           void* d_b2, void* workspace, size_t workspace_bytes,
+                                           struct CUstream_st* stream) {
+  return call(gating_two_kept_backward, gating,
+              {d_out, x, y, w1, w2, b1, b2, s_slopes, v_slopes, d_x, d_y, d_w1, d_w2, d_b1, d_b2},
+              workspace, workspace_bytes, stream);
 }

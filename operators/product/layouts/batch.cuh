@@ -11,10 +11,12 @@
 #include <cmath>
 #include <cstdint>
 #include <string>
+#include <utility>
 #include <vector>
 
 #include "operators/caller.h"
 #include "operators/estimate.h"
+#include "operators/product/layouts/hopper_batch.cuh"
 #include "operators/product/layouts/layouts.cuh"
 #include "operators/product/portable/half.cuh"
 #include "operators/product/portable/tf32.cuh"
@@ -237,7 +239,23 @@ std::vector<Way> half_batch_ways(const Caller& caller, const Matrices<T>& a, con
     offer.template operator()<MmaTile<128, 128, 32, 2, 2, 3, 2>, false, false>(900, 2500);
     offer.template operator()<Small, false, false>(550, 600);
   }
-  return ways.found();
+  std::vector<Way> found = ways.found();
+  const auto on_hopper = [&]<Lies kLies>() {
+    if (!HopperBatch<T, kLies>::suits(a, b, c, batch)) return;
+    for (Way& way : HopperBatch<T, kLies>(caller, a, b, c, batch).ways()) {
+      found.push_back(std::move(way));
+    }
+  };
+  if (primitives::is_hopper() && !(a.transposed && b.transposed)) {
+    if (a.transposed) {
+      on_hopper.template operator()<Lies::across>();
+    } else if (b.transposed) {
+      on_hopper.template operator()<Lies::along>();
+    } else {
+      on_hopper.template operator()<Lies::in_rows>();
+    }
+  }
+  return found;
 }
 
 /// The same of fp32. Rows may begin anywhere.

@@ -80,31 +80,35 @@ __global__ void __launch_bounds__(kPiecesOfBlock* kRowsOfBlock)
   }
 }
 
-/// How many rows of a thread's are on their way together while it adds up.
-inline constexpr int kRowsAhead = 8;
+/// How many rows of a thread's are on their way together while it adds up, if these are loads of so
+/// many bytes: of long ones fewer, which have room in the registers.
+template <int kBytes>
+inline constexpr int kRowsAhead = kBytes == 16 ? 4 : 8;
 
-/// Of each slice of the rows the sums of the columns: to (slices, cols). A thread has kWidth
-/// neighbouring columns of every eighth row, and loads kRowsAhead of these rows before it adds the
-/// first: without that a load waits for the sum before it. One of eight threads adds up what these
-/// have found, always in the same order.
+/// Of each slice of the rows the sums of the columns: to (slices, cols / folds). A thread has
+/// kWidth neighbouring columns of every eighth row, and loads kRowsAhead of these rows before it
+/// adds the first: without that a load waits for the sum before it. One thread adds up what all
+/// those of its columns have found, always in the same order. Each row of `of` is `folds` short
+/// rows one after the other: then all of them are in one block.
 template <typename From, typename To, int kWidth>
 __global__ void __launch_bounds__(kPiecesOfBlock* kRowsOfBlock, 4)
-    sum_rows(const RowsOf<const From> of, To* to) {
+    sum_rows(const RowsOf<const From> of, int folds, To* to) {
   using Pack = primitives::Neighbours<From, kWidth>;
+  constexpr int kAhead = kRowsAhead<sizeof(Pack)>;
   __shared__ float found[kRowsOfBlock][kWidth][kPiecesOfBlock];
   const int64_t col = (int64_t{blockIdx.x} * kPiecesOfBlock + threadIdx.x) * kWidth;
   const int64_t step = int64_t{gridDim.y} * kRowsOfBlock, rows = of.all_rows();
   float sum[kWidth] = {};
   for (int64_t row = int64_t{blockIdx.y} * kRowsOfBlock + threadIdx.y; row < rows && col < of.cols;
-       row += kRowsAhead * step) {
-    Pack packs[kRowsAhead] = {};
+       row += kAhead * step) {
+    Pack packs[kAhead] = {};
 #pragma unroll
-    for (int i = 0; i < kRowsAhead; ++i) {
+    for (int i = 0; i < kAhead; ++i) {
       const int64_t own = row + i * step;
       if (own < rows) packs[i] = *reinterpret_cast<const Pack*>(of.row(own) + col);
     }
 #pragma unroll
-    for (int i = 0; i < kRowsAhead; ++i) {
+    for (int i = 0; i < kAhead; ++i) {
 #pragma unroll
       for (int e = 0; e < kWidth; ++e) sum[e] += static_cast<float>(packs[i].values[e]);
     }
@@ -112,11 +116,16 @@ __global__ void __launch_bounds__(kPiecesOfBlock* kRowsOfBlock, 4)
 #pragma unroll
   for (int e = 0; e < kWidth; ++e) found[threadIdx.y][e][threadIdx.x] = sum[e];
   __syncthreads();
-  if (threadIdx.y > 0 || col >= of.cols) return;
+  const int64_t cols = of.cols / folds;
+  if (threadIdx.y > 0 || col >= cols) return;
 #pragma unroll
   for (int e = 0; e < kWidth; ++e) {
-    for (int i = 1; i < kRowsOfBlock; ++i) sum[e] += found[i][e][threadIdx.x];
-    to[int64_t{blockIdx.y} * of.cols + col + e] = static_cast<To>(sum[e]);
+    float all = 0;
+    for (int fold = 0; fold < folds; ++fold) {
+      const int x = threadIdx.x + fold * static_cast<int>(cols) / kWidth;
+      for (int i = 0; i < kRowsOfBlock; ++i) all += found[i][e][x];
+    }
+    to[int64_t{blockIdx.y} * cols + col + e] = static_cast<To>(all);
   }
 }
 
@@ -144,9 +153,18 @@ void launch_copy_rows(const RowsOf<const T>& from, const RowsOf<T>& to, cudaStre
 template <int kWidth>
 RowSlices slices_to_sum(int64_t rows, int64_t cols) {
   RowSlices found(rows, primitives::ceil_div(cols, int64_t{kWidth}));
-  const int64_t most = primitives::ceil_div(rows, int64_t{kRowsOfBlock} * kRowsAhead);
+  const int64_t most = primitives::ceil_div(rows, int64_t{kRowsOfBlock} * kRowsAhead<1>);
   found.slices = static_cast<unsigned>(std::clamp<int64_t>(found.slices / 2, 1, most));
   return found;
+}
+
+/// How many rows that follow each other launch_sum_rows() takes for one, of those that are so short
+/// that a block would have no work for most of its threads.
+template <int kWidth>
+int folds_to_sum(int64_t rows, int64_t cols) {
+  int folds = 1;
+  while (2 * folds * cols <= kPiecesOfBlock * kWidth && rows % (2 * folds) == 0) folds *= 2;
+  return folds;
 }
 
 /// How many floats launch_sum_rows() needs.
@@ -158,17 +176,24 @@ size_t floats_to_sum_rows(int64_t rows, int64_t cols) {
 template <typename T>
 void launch_sum_rows(const RowsOf<const T>& from, float* partial, T* to, cudaStream_t stream) {
   constexpr int kWidth = 16 / sizeof(T);
-  const bool aligned = (from.cols | from.stride | from.between) % kWidth == 0;
-  const RowSlices slices = aligned ? slices_to_sum<kWidth>(from.all_rows(), from.cols)
-                                   : slices_to_sum<1>(from.all_rows(), from.cols);
-  if (aligned) {
-    sum_rows<T, float, kWidth><<<slices.grid(), slices.block(), 0, stream>>>(from, partial);
+  const int64_t all = from.all_rows();
+  RowSlices slices = slices_to_sum<1>(all, from.cols);
+  if ((from.cols | from.stride | from.between) % kWidth != 0) {
+    sum_rows<T, float, 1><<<slices.grid(), slices.block(), 0, stream>>>(from, 1, partial);
   } else {
-    sum_rows<T, float, 1><<<slices.grid(), slices.block(), 0, stream>>>(from, partial);
+    const bool dense =
+        from.stride == from.cols && (from.batch == 1 || from.between == from.rows * from.stride);
+    const int folds = dense ? folds_to_sum<kWidth>(all, from.cols) : 1;
+    slices = slices_to_sum<kWidth>(all / folds, folds * from.cols);
+    const int64_t cols = folds * from.cols;
+    const RowsOf<const T> folded =
+        folds == 1 ? from : RowsOf<const T>{from.data, 1, all / folds, cols, cols, 0};
+    sum_rows<T, float, kWidth>
+        <<<slices.grid(), slices.block(), 0, stream>>>(folded, folds, partial);
   }
   const RowsOf<const float> rows{partial, 1, slices.slices, from.cols, from.cols, 0};
   const unsigned across = primitives::blocks_for(from.cols, kPiecesOfBlock);
-  sum_rows<float, T, 1><<<dim3(across), slices.block(), 0, stream>>>(rows, to);
+  sum_rows<float, T, 1><<<dim3(across), slices.block(), 0, stream>>>(rows, 1, to);
 }
 
 }  // namespace operators::product

@@ -128,12 +128,16 @@ def gating(x, w1, w2, b1=None, b2=None, gate="sigmoid", math="fp32", y=None, gat
     `math` than "fp32" they all stay as they are.
 
     Gradients: of all operands, by gating_backward(), always all together; an incoming gradient that is not contiguous
-    is copied. There are no second derivatives.
+    is copied. There are no second derivatives. With y, two tensors as large as the result are kept for them.
 
     Raises a ValueError for shapes, types, layouts, a `gate` or a `math` that are not these, and a RuntimeError for a
     GPU below compute capability 8.0 (torch.float32 with math="fp32": for none). Source: operators/gating; lessons 5
     and 6 explain it."""
     if y is not None:
+        wanted = torch.is_grad_enabled() and any(each is not None and each.requires_grad
+                                                 for each in (x, y, w1, w2, b1, b2))
+        if wanted:
+            return calls["gating_two_kept"](x, y, w1, w2, b1, b2, gate, math, gated_values)[0]
         return calls["gating_two"](x, y, w1, w2, b1, b2, gate, math, gated_values)
     _refuse_gated_values(gated_values)
     return calls["gating"](x, w1, w2, b1, b2, gate, math)

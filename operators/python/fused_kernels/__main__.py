@@ -55,6 +55,15 @@ def gating_two(x, y, w1, w2, b1, b2):
     return dict(out=[a * b / ((1 + math.exp(-a)) * (1 + math.exp(-b))) for a, b in zip(s, v)])
 
 
+def gating_two_kept(x, y, w1, w2, b1, b2):
+    """The same, and d s and d v of the sum of the results."""
+    s, v = ([a + b for a, b in zip(multiply(*each), bias * 8)] for each, bias in (((x, w1, 16), b1), ((y, w2, 8), b2)))
+    (gates, slopes), (values, of_values) = ([*zip(*[(a / (1 + math.exp(-a)), (1 + a / (1 + math.exp(a)))
+                                                     / (1 + math.exp(-a))) for a in each])] for each in (s, v))
+    return dict(out=[*map(operator.mul, gates, values)], s_slopes=[*map(operator.mul, slopes, values)],
+                v_slopes=[*map(operator.mul, gates, of_values)])
+
+
 def attention(q, k, v):
     """5 queries of 2 heads, which see 3 to 7 keys."""
     out, log_sums = [], []
@@ -184,6 +193,10 @@ CASES = [
          fk.fk_gating(type=BF16, rows=8, inputs=16, hidden=8, gate=fk.FK_GATE_SILU, value_inputs=8, gated_values=1),
          dict(x=128, y=64, w1=128, w2=64, b1=8, b2=8), gating_two,
          ("d_out x y w1 w2 b1 b2", "d_x d_y d_w1 d_w2 d_b1 d_b2")),
+    Case("gating_two_kept", FP16,
+         fk.fk_gating(type=FP16, rows=8, inputs=16, hidden=8, gate=fk.FK_GATE_SILU, value_inputs=8, gated_values=1),
+         dict(x=128, y=64, w1=128, w2=64, b1=8, b2=8), gating_two_kept,
+         ("d_out x y w1 w2 b1 b2 s_slopes v_slopes", "d_x d_y d_w1 d_w2 d_b1 d_b2")),
     *(Case("attention", each, fk.fk_attention(type=each, **SEQUENCES), dict(q=80, k=56, v=56), attention,
            ("d_out q k v out log_sums", "d_q d_k d_v", fk.fk_attention_gradients(type=each, **SEQUENCES)))
       for each in (FP16, BF16)),

@@ -306,6 +306,11 @@ GATING_TWO = dataclasses.replace(
     strides=dict(x="x_stride", y="value_stride"), numbers=GATING.numbers | dict(gated_values=("bool", False)),
     autocast=lambda gate, math, gated_values: math == "fp32", backward="gating_two_backward")
 
+GATING_TWO_KEPT = dataclasses.replace(
+    GATING_TWO, name="gating_two_kept", function="fk_gating_two_kept_forward", writes="out s_slopes v_slopes",
+    shapes=GATING_TWO.shapes | dict.fromkeys(("s_slopes", "v_slopes"), "rows hidden"),
+    backward="gating_two_kept_backward")
+
 ATTENTION = Operator(
     name="attention", function="fk_attention_forward", struct=fk_attention, types=HALF | BRAIN,
     reads="q k v", writes="out log_sums?",
@@ -397,6 +402,10 @@ OPERATORS = {each.name: each for each in (
     GATING_TWO,
     gradients_of(GATING_TWO, "fk_gating_two_backward", "d_out x y w1 w2 b1? b2?", "d_x d_y d_w1 d_w2 d_b1? d_b2?",
                  "the gated layer", strides=dict(x="x_stride", y="value_stride", d_out="out_stride")),
+    GATING_TWO_KEPT,
+    gradients_of(GATING_TWO_KEPT, "fk_gating_two_kept_backward", "d_out x y w1 w2 b1? b2? s_slopes v_slopes",
+                 "d_x d_y d_w1 d_w2 d_b1? d_b2?", "the gated layer",
+                 strides=dict(x="x_stride", y="value_stride", d_out="out_stride")),
     ATTENTION,
     gradients_of(ATTENTION, "fk_attention_backward", "d_out q k v out log_sums", "d_q d_k d_v", "attention",
                  struct=fk_attention_gradients, like=dict(d_q="q", d_k="k", d_v="v"),

@@ -25,7 +25,7 @@ def function_of_values(of):
 
 class GatedTwo(Call):
     NAME, NAMES, WRITTEN = "gating_two", ("x", "y", "w1", "w2", "b1", "b2", "out"), ("out",)
-    OPTIONAL = BIASES
+    OPTIONAL, KEPT = BIASES, ()
     Description = fused_kernels.fk_gating
 
     def __init__(self, library, rows=70, inputs=24, values=0, hidden=40, x_stride=0, y_stride=0, out_stride=0,
@@ -42,22 +42,24 @@ class GatedTwo(Call):
         super().__init__(library, description, {
             "x": strided(self.x, type, x_stride or inputs), "y": strided(self.y, type, y_stride or cols),
             **{name: packed(getattr(self, name), type) for name in ("w1", "w2", *biases)},
-            "out": b"\xff" * len(strided([[math.nan] * hidden] * rows, type, out_stride or hidden))})
+            "out": b"\xff" * len(strided([[math.nan] * hidden] * rows, type, out_stride or hidden)),
+            **{name: b"\xff" * (BYTES[type] * rows * hidden) for name in self.KEPT}})
+
+    def far(self, depth):
+        """What a product's sums are off by, as the header has it."""
+        return 0 if self.exact else {FLOAT32: depth * 2.0**-24, TF32: 2.0**-10 + depth * 2.0**-25,
+                                     TF32X3: 2.0**-18 + depth * 2.0**-29}[self.description.type]
 
     def result_is_right(self):
         of = self.description
         gate, _, steepest, _ = GATES[of.gate]
         function, _, steepest_of_values, _ = function_of_values(of)
-
-        def far(depth):  # what a product's sums are off by, as the header has it
-            return 0 if self.exact else {FLOAT32: depth * 2.0**-24, TF32: 2.0**-10 + depth * 2.0**-25,
-                                         TF32X3: 2.0**-18 + depth * 2.0**-29}[of.type]
         expected, bound = [], []
         for x, y in zip(self.x, self.y):
             for col in range(of.hidden):
                 s, size_s = sums_of(x, self.w1, self.b1, col, of.hidden)
                 v, size_v = sums_of(y, self.w2, self.b2, col, of.hidden)
-                far_s, far_v = steepest * far(len(x)) * size_s, steepest_of_values * far(len(y)) * size_v
+                far_s, far_v = steepest * self.far(len(x)) * size_s, steepest_of_values * self.far(len(y)) * size_v
                 left, right = gate(s), function(v)
                 if BYTES[of.type] == 2:  # as of the gated layer with one input; the values may have a gate, too
                     own, least = 2.0**-15 if of.gate == 2 else 0, 2.0**-25 if of.type == FLOAT16 else 0
@@ -68,6 +70,43 @@ class GatedTwo(Call):
                 expected.append(left * right)
                 bound.append(off + far_s * (abs(right) + far_v) + abs(left) * far_v)
         return near(self.found("out", of.type, of.rows, of.hidden, of.out_stride), expected, bound)
+
+
+class GatedTwoKept(GatedTwo):
+    """In types of 2 bytes sums may be rounded before their gates, and GELU's Phi is wrong by 2^-17."""
+    NAME, KEPT = "gating_two_kept", ("s_slopes", "v_slopes")
+    NAMES, WRITTEN = (*GatedTwo.NAMES, *KEPT), ("out", *KEPT)
+
+    def result_is_right(self):
+        of, halves = self.description, BYTES[self.description.type] == 2
+        gate, slope, steepest, bend = GATES[of.gate]
+        function, slope_of_values, steepest_of_values, bend_of_values = function_of_values(of)
+        factor, least = FACTOR[of.type], LEAST if of.type == FLOAT16 else 0
+        own = FP32 + (2.0**-15 if halves and of.gate == 2 else 0)
+        expected, bounds = {name: [] for name in self.WRITTEN}, {name: [] for name in self.WRITTEN}
+
+        def side(row, weights, bias, col):
+            plain, size = sums_of(row, weights, None, col, of.hidden)
+            return plain + (bias[col] if bias else 0), factor * abs(plain) + least if halves else (
+                self.far(len(row)) * size)
+
+        def add(name, one, far_one, other, far_other):
+            expected[name].append(one * other)
+            bounds[name].append((ROUNDING.get(of.type, 2.0**-24) * 1.01 + FP32) * abs(one * other) + least
+                                + (abs(one) + far_one) * far_other + abs(other) * far_one)
+
+        for x, y in zip(self.x, self.y):
+            for col in range(of.hidden):
+                (s, off_s), (v, off_v) = side(x, self.w1, self.b1, col), side(y, self.w2, self.b2, col)
+                left, right = (gate(s), steepest * off_s + own * (1 + abs(s))), (
+                    function(v), steepest_of_values * off_v + own * (1 + abs(v)) * of.gated_values + FP32 * abs(v))
+                # How far a slope may be off: where ReLU bends it is 0 or 1.
+                add("out", *left, *right)
+                add("s_slopes", slope(s), bend * off_s + (of.gate == 4 and abs(s) <= off_s) + own, *right)
+                add("v_slopes", *left, slope_of_values(v),
+                    (bend_of_values * off_v + (of.gate == 4 and abs(v) <= off_v) + own) * of.gated_values)
+        return all(near(self.found(name, of.type, of.rows, of.hidden, of.out_stride if name == "out" else 0),
+                        expected[name], bounds[name]) for name in self.WRITTEN)
 
 
 class GatedTwoBackward(Call):
@@ -94,14 +133,20 @@ class GatedTwoBackward(Call):
             **{name: packed(flat(getattr(self, name)), type) for name in ("w1", "w2")},
             **{name: packed(getattr(self, name), type) for name in BIASES},
             **{name: b"\xff" * (BYTES[type] * count) for name, count in zip(self.WRITTEN, counts)}}
+        operands |= self.kept(rows, hidden, type, seed)
         super().__init__(library, description, {name: content for name, content in operands.items()
                                                 if name not in self.OPTIONAL or name in biases})
+
+    def kept(self, rows, hidden, type, seed):
+        """What forward has kept, if it is read."""
+        return {}
 
     @classmethod
     def functions(cls, library):
         return getattr(library, f"fk_{cls.NAME}_workspace"), getattr(library, f"fk_{cls.NAME}")
 
-    def result_is_right(self):
+    def gate_gradients(self):
+        """d_s and d_v, and how far they are off."""
         of = self.description
         gate, slope, steepest, bend = GATES[of.gate]
         function, slope_of_values, steepest_of_values, bend_of_values = function_of_values(of)
@@ -130,6 +175,12 @@ class GatedTwoBackward(Call):
                                + (factor + FP32) * abs(d * left * at_v) + least)
             for to, row in zip((d_s, d_v, far_s, far_v), rows):
                 to.append(row)
+        return d_s, d_v, far_s, far_v
+
+    def result_is_right(self):
+        of = self.description
+        least = LEAST if of.type == FLOAT16 else 0
+        d_s, d_v, far_s, far_v = self.gate_gradients()
         ones = [[1.0] for _ in self.x]
         expected = {"d_w1": added_up(d_s, self.x, far_s, "columns"), "d_w2": added_up(d_v, self.y, far_v, "columns"),
                     "d_b1": added_up(d_s, ones, far_s, "columns"), "d_b2": added_up(d_v, ones, far_v, "columns"),
@@ -145,12 +196,30 @@ class GatedTwoBackward(Call):
         return True
 
 
-KINDS = GatedTwo, GatedTwoBackward
+class GatedTwoKeptBackward(GatedTwoBackward):
+    """The slopes are any numbers."""
+    NAME = "gating_two_kept_backward"
+    NAMES = (*GatedTwoBackward.NAMES[:7], "s_slopes", "v_slopes", *GatedTwoBackward.WRITTEN)
+
+    def kept(self, rows, hidden, type, seed):
+        self.slopes = [[numbers(hidden, seed + 7 * i + j, 0.5) for i in range(rows)] for j in (0, 3)]
+        return {name: packed(flat(each), type) for name, each in zip(("s_slopes", "v_slopes"), self.slopes)}
+
+    def gate_gradients(self):
+        of, found, far = self.description, [], []
+        factor, least = FACTOR[of.type], LEAST if of.type == FLOAT16 else 0
+        for slopes in self.slopes:
+            found.append([[d * slope for d, slope in zip(*rows)] for rows in zip(self.d_out, slopes)])
+            far.append([[factor * abs(d) + least for d in row] for row in found[-1]])
+        return *found, *far
+
+
+KINDS = GatedTwo, GatedTwoKept, GatedTwoBackward, GatedTwoKeptBackward
 # In each type, of each gate, of one or of both; depths below a step, at it and beyond, of one input or of both; rows
 # that are aligned and not, or apart; without biases or their gradients.
 CALLS = [
-    *((GatedTwo, dict(rows=40, values=16, gate=gate, gated=gated, type=kind)) for gate in GATES for gated in (0, 1)
-      for kind in TYPES),
+    *((of, dict(rows=40, values=16, gate=gate, gated=gated, type=kind)) for of in (GatedTwo, GatedTwoKept)
+      for gate in GATES for gated in (0, 1) for kind in TYPES),
     *((GatedTwoBackward, dict(rows=20, values=16, gate=gate, gated=gated, type=kind))
       for gate in GATES for gated in (0, 1) for kind in TYPES),
     *((kind, dict(rows=33, inputs=inputs, values=values, hidden=hidden, gate=1, gated=1, type=type))
@@ -158,17 +227,22 @@ CALLS = [
       for inputs, values, hidden in ((7, 13, 9), (65, 8, 70), (8, 65, 70), (64, 128, 24), (13, 0, 66))),
     *((kind, dict(rows=21, inputs=13, values=10, hidden=70, x_stride=16, y_stride=24, out_stride=88, gate=1, type=type))
       for kind in KINDS for type in TYPES),
-    *((kind, dict(rows=9, inputs=8, values=24, hidden=7, biases=biases, type=type))
-      for kind in KINDS for type in (FLOAT16, FLOAT32) for biases in ((), ("b1",), ("b2",))),
+    *((kind, dict(rows=9, inputs=8, values=24, hidden=hidden, biases=biases, type=type))
+      for kind in KINDS for hidden in (7, 8) for type in (FLOAT16, FLOAT32) for biases in ((), ("b1",), ("b2",))),
     *((kind, dict(rows=1, inputs=1, values=1, hidden=1, type=type)) for kind in KINDS for type in TYPES),
-    *((GatedTwo, dict(rows=20, inputs=33, values=70, hidden=30, exact=False, gate=1, gated=gated, type=type))
-      for gated in (0, 1) for type in (FLOAT32, TF32, TF32X3)),
+    *((kind, dict(rows=20, inputs=33, values=70, hidden=30, exact=False, gate=1, gated=gated, type=type))
+      for kind in KINDS[:2] for gated in (0, 1) for type in (FLOAT32, TF32, TF32X3)),
     (GatedTwo, dict(rows=8, inputs=1100, values=600, hidden=8)),  # both products in slices
-    (GatedTwoBackward, dict(rows=700, inputs=16, values=8, hidden=9, type=BFLOAT16)),  # weights from slices
+    # Gates between the products of as many values as they take; and of fewer; whole tiles of weights.
+    (GatedTwoKept, dict(rows=140, inputs=72, values=264, hidden=136, gate=2, gated=1, type=BFLOAT16)),
+    (GatedTwoKeptBackward, dict(rows=140, inputs=72, values=264, hidden=136, type=BFLOAT16)),
+    *((kind, dict(rows=700, inputs=16, values=8, hidden=hidden, type=BFLOAT16))  # weights from slices
+      for kind in KINDS[2:] for hidden in (9, 16)),
 ]
 SLOW = [
-    *((GatedTwo, dict(rows=300, inputs=72, values=200, hidden=264, gate=1, gated=1, type=type)) for type in TYPES),
-    (GatedTwoBackward, dict(rows=300, inputs=64, values=40, hidden=72)),
+    *((kind, dict(rows=300, inputs=72, values=200, hidden=264, gate=1, gated=1, type=type))
+      for kind in KINDS[:2] for type in TYPES),
+    *((kind, dict(rows=300, inputs=64, values=40, hidden=72)) for kind in KINDS[2:]),
 ]
 
 
