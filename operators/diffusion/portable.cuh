@@ -21,7 +21,8 @@ class PortableDiffusion {
  public:
   /// In project_slices, large tiles read less, and forward multiply the basis by the masses less
   /// often. Of small tiles there are more, so fewer slices fill the GPU, and less has to be written
-  /// and added up. Large tiles are taken if a slice has enough steps of theirs. Up to 128 rows of the spectrum can be held in registers.
+  /// and added up. Large tiles are taken if a slice has enough steps of theirs. Up to 128 rows of
+  /// the spectrum can be held in registers.
   PortableDiffusion(const Caller& caller, std::function<DiffusionOperands()> operands,
                     DiffusionShape shape)
       : caller_(caller), operands_(std::move(operands)), shape_(shape) {

@@ -285,10 +285,10 @@ struct HeldTile {
   static constexpr int64_t shared_bytes(int64_t) { return kSharedBytes; }
 };
 
-// The second product as expand_spectrum computes it, but each warp keeps its columns of the spectrum
-// in registers. So shared memory has tiles of the basis alone, and these are read from memory once
-// for up to 256 columns. Where W has fewer columns, kWarps / (W / 32) warps have the same ones,
-// and divide the rows of a tile.
+// The second product as expand_spectrum computes it, but each warp keeps its columns of the
+// spectrum in registers. So shared memory has tiles of the basis alone, and these are read from
+// memory once for up to 256 columns. Where W has fewer columns, kWarps / (W / 32) warps have the
+// same ones, and divide the rows of a tile.
 template <Pass kPass, typename Tile>
 __global__ void __launch_bounds__(Tile::kThreads, Tile::kBlocks)
     expand_held(DiffusionOperands in, const float* time_sums, int time_rows) {
@@ -316,6 +316,8 @@ __global__ void __launch_bounds__(Tile::kThreads, Tile::kBlocks)
   for (int k = 0; k < kE; k += 16) load_right<kW>(spectrum[k / 16], shared, k, own);
   __syncthreads();  // the basis takes its place
 
+  // From its last tile to its first one: the slices of the first product have read their last rows
+  // last, and the L2 cache may still have them.
   const int64_t begin = tiles * blockIdx.x / gridDim.x, end = tiles * (blockIdx.x + 1) / gridDim.x;
   const auto copy_step = [&](int step) {
     const int64_t tile = end - 1 - step;

@@ -1,10 +1,10 @@
 // The gated layer for compute capability 8.0 and newer where x has many rows and few columns: by
 // mma.sync, with weights that stay in registers.
 //
-// A block with its weights in shared memory (resident_mma in portable.cuh) reads them again for each
-// tile of x. Here a warp keeps its part of them as fragments, 16 columns of W1 and of W2. So it only
-// reads x, and its sums are few enough for 16 warps on a multiprocessor. Warps with the same rows of
-// x are a team: they share tiles of 16 rows, and the stages that these come to.
+// A block with its weights in shared memory (resident_mma in portable.cuh) reads them again for
+// each tile of x. Here a warp keeps its part of them as fragments, 16 columns of W1 and of W2. So
+// it only reads x, and its sums are few enough for 16 warps on a multiprocessor. Warps with the
+// same rows of x are a team: they share tiles of 16 rows, and the stages that these come to.
 #pragma once
 
 #include "operators/gating/rows.cuh"

@@ -4,8 +4,8 @@
 // Where x has many rows and the weights fit into shared memory, memory is the limit. So blocks stay
 // and keep the weights, as in the lesson, and one thing is changed: a warp has tiles of x of its
 // own, and its own ring of stages for them. So no warp waits for another one after the weights have
-// come. While one waits for its tile, others multiply, and others compute sigmoids. Where the weights
-// are so few that registers hold them, they stay there (in_registers.cuh).
+// come. While one waits for its tile, others multiply, and others compute sigmoids. Where the
+// weights are so few that registers hold them, they stay there (in_registers.cuh).
 //
 // Else the layer is a product by W1 and W2 side by side. Gate and value of an element are in one
 // thread, as on Hopper: of a warp's columns in a tile the first half are of W1, the others the same
@@ -302,8 +302,8 @@ class PortableGatedLayer {
                        MmaTile<128, 128, 32, 2, 2, 3, 2>, MmaTile<64, 128, 32, 1, 2, 4, 4>>();
   }
 
-  /// With as many warps in a team as all columns need, or more where there is no room for the stages
-  /// of so many teams.
+  /// With as many warps in a team as all columns need, or more where there is no room for the
+  /// stages of so many teams.
   template <class Tile>
   void offer_held(Ways& ways) const {
     if (x_stride() % 8 != 0 || shape_.channels > Tile::kDepth ||

@@ -55,8 +55,8 @@ class PortableFeatures {
   bool fits() const {
     return Tiles::shared_bytes(shape_.E) <= most_shared_bytes();
   }
-  /// Whether two blocks fit on a multiprocessor, which has 1 KB more than a block may have, and takes
-  /// as much of each.
+  /// Whether two blocks fit on a multiprocessor, which has 1 KB more than a block may have, and
+  /// takes as much of each.
   template <class Tiles>
   bool twice() const {
     return 2 * (Tiles::shared_bytes(shape_.E) + 1024) <= most_shared_bytes() + 1024;
