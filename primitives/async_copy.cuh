@@ -22,12 +22,25 @@ namespace primitives {
 ///
 /// (`asm` writes an instruction of PTX, the GPU's assembly language. "r" is a register of 32 bits,
 /// "l" one of 64, "n" a constant.)
-template <int kBytes>
+///
+/// With kOnce the L2 cache drops what it has fetched before anything else ("createpolicy").
+template <int kBytes, bool kOnce = false>
 __device__ inline void copy_async(void* to_shared, const void* from_global, bool inside) {
 #if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 800
   const unsigned to = static_cast<unsigned>(__cvta_generic_to_shared(to_shared));
   const int outside = !inside;
-  if constexpr (kBytes == 16) {  // .cg: through the L2 cache only
+  if constexpr (kOnce) {
+    static_assert(kBytes == 16);
+    uint64_t policy;
+    asm("createpolicy.fractional.L2::evict_first.b64 %0, 1.0;" : "=l"(policy));
+    asm volatile(
+        "{\n"
+        ".reg .pred ignore;\n"
+        "setp.ne.s32 ignore, %2, 0;\n"
+        "cp.async.cg.shared.global.L2::cache_hint [%0], [%1], 16, ignore, %3;\n"
+        "}" ::"r"(to),
+        "l"(from_global), "r"(outside), "l"(policy));
+  } else if constexpr (kBytes == 16) {  // .cg: through the L2 cache only
     asm volatile(
         "{\n"
         ".reg .pred ignore;\n"
@@ -157,8 +170,8 @@ __device__ void copy_tile(half* to, const half* from, int row0, int col0, int ro
 /// Starts the copy of a tile of kRows x kCols of the matrix `from` (row-major, rows x cols,
 /// elements of 16 bits, cols a multiple of 8), from (row0, col0) on, to shared memory. There it
 /// lies as swizzle<kCols>() says. What is outside of the matrix becomes zero. All kThreads threads
-/// of the block call it.
-template <int kRows, int kCols, int kThreads, typename T>
+/// of the block call it. kOnce: see copy_async().
+template <int kRows, int kCols, int kThreads, bool kOnce = false, typename T>
 __device__ void copy_swizzled(T* to, const T* from, int64_t row0, int col0, int64_t rows,
                               int cols) {
   static_assert(sizeof(T) == 2);
@@ -176,7 +189,7 @@ __device__ void copy_swizzled(T* to, const T* from, int64_t row0, int col0, int6
 #pragma unroll
   for (int r = 0; r < kRows; r += kStep) {
     if (kRows % kStep == 0 || r + row < kRows) {
-      copy_async<16>(at + r * kCols, piece, r < inside);
+      copy_async<16, kOnce>(at + r * kCols, piece, r < inside);
     }
     piece += static_cast<int64_t>(kStep) * cols;
   }

@@ -135,8 +135,8 @@ struct FewRows {
 };
 
 /// out = z / rms(z), where z is the sum of `splits` partial sums; without a norm out = z. Keeps 1 /
-/// rms for backward. A block has a row and a grade.
-template <typename A, int c, int W>
+/// rms for backward. A block has a row and a grade. kInPlace: there is one sum, which is in `out`.
+template <typename A, int c, int W, bool kInPlace>
 __device__ __forceinline__ void finish_grade_of_row(const float* partials, int splits, float* out,
                                                     float* inverses, const Layer& layer) {
   __shared__ FeatureSums<1> warps[kMaxWarps];
@@ -152,7 +152,7 @@ __device__ __forceinline__ void finish_grade_of_row(const float* partials, int s
       }
 #pragma unroll
       for (int e = 0; e < W; ++e) squares.value[0] += z.v[e] * z.v[e];
-      *reinterpret_cast<Pack<W>*>(out + at) = z;
+      if constexpr (!kInPlace) *reinterpret_cast<Pack<W>*>(out + at) = z;
     });
   }
   if (!layer.normed) return;
@@ -168,13 +168,13 @@ __device__ __forceinline__ void finish_grade_of_row(const float* partials, int s
   }
 }
 
-template <typename A, int W>
+template <typename A, int W, bool kInPlace = false>
 __global__ void __launch_bounds__(256)
     finish_rows(const float* partials, int splits, float* out, float* inverses, Layer layer) {
   wait_for_previous_kernel();
   unroll<0, A::kGrades>([&](auto c) {
     if (static_cast<int>(blockIdx.y) == c) {
-      finish_grade_of_row<A, c, W>(partials, splits, out, inverses, layer);
+      finish_grade_of_row<A, c, W, kInPlace>(partials, splits, out, inverses, layer);
     }
   });
 }

@@ -79,23 +79,45 @@ struct MixProduct {
   MixPairs of;
 };
 
-/// Starts the copy of a step's tile of a factor: `line0` is its first row or column of the result,
-/// of which there are `lines`; k0 its first k.
+/// What a thread copies of each step's tile of a factor: one piece of 16 bytes of every kStep-th
+/// line.
 template <class Tile, Beside kBeside>
-__device__ __forceinline__ void copy_mix_tile(float* to, const float* matrix, int stride, int line0,
-                                              int lines, int k0) {
-  constexpr int kPieces = (kBeside == Beside::k ? Tile::kDepth : Tile::kFactor / Tile::kDepth) / 4;
-  constexpr int kStep = Tile::kThreads / kPieces, kLines = Tile::kFactor / 4 / kPieces;
-  const int piece = static_cast<int>(threadIdx.x) % kPieces;
-#pragma unroll
-  for (int line = static_cast<int>(threadIdx.x) / kPieces; line < kLines; line += kStep) {
-    const int row = kBeside == Beside::k ? line0 + line : k0 + line;
-    const int col = kBeside == Beside::k ? k0 + 4 * piece : line0 + 4 * piece;
-    const bool inside = kBeside == Beside::k ? row < lines : col < lines;
-    copy_async<16>(to + Tile::template place<kBeside>(line, piece),
-                   matrix + static_cast<size_t>(row) * stride + col, inside);
+class MixCopies {
+ public:
+  /// Begins with a matrix: `line0` is the tile's first row or column of the result, of which there
+  /// are `lines`; k0 its first k.
+  __device__ void begin(const float* matrix, int stride, int line0, int lines, int k0) {
+    const int row = kBeside == Beside::k ? line0 + line() : k0 + line();
+    const int col = kBeside == Beside::k ? k0 + 4 * piece() : line0 + 4 * piece();
+    from = matrix + static_cast<size_t>(row) * stride + col;
+    next_line = size_t{kStep} * stride;
+    next_step = kBeside == Beside::k ? size_t{Tile::kDepth} : size_t{Tile::kDepth} * stride;
+    inside = kBeside == Beside::k ? lines - row : col < lines ? kLines : 0;
   }
-}
+  /// Starts the copies of a step, and goes on to the next one.
+  __device__ __forceinline__ void start(float* tile) {
+    const float* piece_from = from;
+#pragma unroll
+    for (int i = 0; i < kLines; i += kStep, piece_from += next_line) {
+      copy_async<16>(tile + to + i * 4 * kPieces, piece_from, i < inside);
+    }
+    from += next_step;
+  }
+
+ private:
+  static constexpr int kPieces =
+      (kBeside == Beside::k ? Tile::kDepth : Tile::kFactor / Tile::kDepth) / 4;
+  static constexpr int kStep = Tile::kThreads / kPieces, kLines = Tile::kFactor / 4 / kPieces;
+  static_assert(kStep % (kBeside == Beside::k ? 8 : 4) == 0);  // all of a thread's lie alike
+
+  __device__ static int line() { return static_cast<int>(threadIdx.x) / kPieces; }
+  __device__ static int piece() { return static_cast<int>(threadIdx.x) % kPieces; }
+
+  const float* from;
+  size_t next_line, next_step;
+  int inside;  ///< lines that exist, from the thread's first one on
+  const int to = Tile::template place<kBeside>(line(), piece());
+};
 
 /// Loads the fragments of a left factor's 16 rows, from `row` on, and 8 of k.
 template <class Tile, Beside kBeside>
@@ -211,15 +233,22 @@ __global__ void __launch_bounds__(Tile::kThreads, Tile::kResident)
 
   // The step that is copied next: which pair, and which step of its k.
   int pair = sum_of.first + begin / of.depth, at = begin % of.depth;
+  MixCopies<Tile, kA> a;
+  MixCopies<Tile, kB> b;
+  const auto begin_pair = [&] {
+    const MixPairs::Pair factors = of.of.pairs[pair];
+    a.begin(of.a.first + factors.a * of.a.size, of.a.stride, row0, of.rows, at * Tile::kDepth);
+    b.begin(of.b.first + factors.b * of.b.size, of.b.stride, col0, of.cols, at * Tile::kDepth);
+  };
+  begin_pair();
   const auto copy = [&](int step) {
     if (step >= steps) return;
     float* const stage = mix_stages + step % Tile::kStages * 2 * Tile::kFactor;
-    const MixPairs::Pair factors = of.of.pairs[pair];
-    copy_mix_tile<Tile, kA>(stage, of.a.first + factors.a * of.a.size, of.a.stride, row0, of.rows,
-                            at * Tile::kDepth);
-    copy_mix_tile<Tile, kB>(stage + Tile::kFactor, of.b.first + factors.b * of.b.size, of.b.stride,
-                            col0, of.cols, at * Tile::kDepth);
-    if (++at == of.depth) at = 0, ++pair;
+    a.start(stage);
+    b.start(stage + Tile::kFactor);
+    if (++at < of.depth || step + 1 == steps) return;
+    at = 0, ++pair;
+    begin_pair();
   };
   auto ahead = copies_ahead<Tile::kStages>(copy);
 

@@ -13,6 +13,7 @@
 #pragma once
 
 #include <algorithm>
+#include <bit>
 
 #include "operators/clifford_connected/few_rows.cuh"
 #include "operators/clifford_connected/mix.cuh"
@@ -113,8 +114,11 @@ class Portable {
       launch_mix<Beside::k, Beside::k>(product, of.stream);
     }
     if (!layer.normed) return;
-    launch_clusters_on(of.stream, layer.features % 4 == 0 ? finish_rows<A, 4> : finish_rows<A, 1>,
-                       1, false, dim3(layer.batch, A::kGrades), 256, 0,
+    // A thread has `width` features at a time. Warps are a power of two, and as few as have all.
+    const int width = layer.features % 4 == 0 ? 4 : 1;
+    const auto warps = std::bit_ceil(static_cast<unsigned>(ceil_div(layer.features, 32 * width)));
+    launch_clusters_on(of.stream, width == 4 ? finish_rows<A, 4, true> : finish_rows<A, 1, true>, 1,
+                       false, dim3(layer.batch, A::kGrades), 32 * std::min(warps, 8u), 0,
                        static_cast<const float*>(of.out), 1, of.out.data(), inverses.data(), layer);
   }
 

@@ -3,6 +3,7 @@
 #pragma once
 
 #include <algorithm>
+#include <climits>
 #include <functional>
 #include <string>
 #include <vector>
@@ -18,22 +19,23 @@ namespace operators::diffusion {
 template <Pass kPass>
 class PortableDiffusion {
  public:
-  /// In project_slices, large tiles read less. Of small tiles there are more, so fewer slices fill
-  /// the GPU, and less has to be written and added up. Large tiles are taken if a slice has more
-  /// than 16 steps of theirs. In expand_spectrum, a wide tile needs 96 KB of shared memory with E =
-  /// 128. A device where a block cannot have that much takes the narrow one.
+  /// In project_slices, large tiles read less, and forward multiply the basis by the masses less
+  /// often. Of small tiles there are more, so fewer slices fill the GPU, and less has to be written
+  /// and added up. Large tiles are taken if a slice has enough steps of theirs. Up to 128 rows of
+  /// the spectrum can be held in registers.
   PortableDiffusion(const Caller& caller, std::function<DiffusionOperands()> operands,
                     DiffusionShape shape)
       : caller_(caller), operands_(std::move(operands)), shape_(shape) {
-    using Large = ProjectTile<128, 2, 4, 2>;
-    using Small = ProjectTile<64, 2, 2, 4>;
-    using Wide = ExpandTile<64, 128, 2, 2, 3>;
+    using Large = ProjectTile<128, 128, 2, 2, 2, 2>;
+    using Small = ProjectTile<64, 64, 2, 2, 3, 4>;
+    using Held = HeldTile<128, 64, 4, 2>;
     using Narrow = ExpandTile<32, 64, 1, 2, 2>;
-    const bool wide = shape.W > 64 && Wide::shared_bytes(shape.E) <= most_shared_bytes();
-    if (blocks_for(shape.V, Large::kV) > 16 * slices_of<Large>()) {
-      wide ? plan<Large, Wide>() : plan<Large, Narrow>();
+    const bool held = shape.E <= Held::kE && shape.V <= INT_MAX - Held::kV;
+    const int64_t least_steps = kPass == Pass::forward ? 12 : 16;
+    if (blocks_for(shape.V, Large::kV) > least_steps * slices_of<Large>()) {
+      held ? plan<Large, Held>() : plan<Large, Narrow>();
     } else {
-      wide ? plan<Small, Wide>() : plan<Small, Narrow>();
+      held ? plan<Small, Held>() : plan<Small, Narrow>();
     }
   }
 
@@ -54,6 +56,15 @@ class PortableDiffusion {
                                blocks_for(shape_.V, Project::kV));
   }
 
+  template <class Expand>
+  static AnyKernel kernel_of() {
+    if constexpr (Expand::kHeld) {
+      return expand_held<kPass, Expand>;
+    } else {
+      return expand_spectrum<kPass, Expand>;
+    }
+  }
+
   template <class Project, class Expand>
   void plan() {
     const auto [V, E, W, meshes] = shape_;
@@ -65,10 +76,10 @@ class PortableDiffusion {
     const dim3 second(blocks_for(W, 32), blocks_for(E, kSumRows), z);
     const unsigned columns = blocks_for(W, Expand::kW);
     allow_shared_bytes(project_slices<kPass, Project>, Project::kSharedBytes);
-    allow_shared_bytes(expand_spectrum<kPass, Expand>, expand_bytes);
+    const AnyKernel expand = kernel_of<Expand>();
+    allow_shared_bytes(expand, expand_bytes);
     const int64_t fit =
-        resident_blocks(expand_spectrum<kPass, Expand>, Expand::kThreads, expand_bytes) /
-        (columns * meshes);
+        resident_blocks(expand, Expand::kThreads, expand_bytes) / (columns * meshes);
     const dim3 last(static_cast<unsigned>(std::clamp<int64_t>(fit, 1, blocks_for(V, Expand::kV))),
                     columns, z);
     const bool backward = kPass == Pass::backward;
@@ -85,8 +96,13 @@ class PortableDiffusion {
           <<<first, Project::kThreads, Project::kSharedBytes, stream>>>(in, sums);
       add_spectra<kPass><<<second, 32 * kSumRows * kRowWarps, 0, stream>>>(
           in, sums, static_cast<int>(first.y), time_sums);
-      expand_spectrum<kPass, Expand>
-          <<<last, Expand::kThreads, expand_bytes, stream>>>(in, time_sums, time_rows);
+      if constexpr (Expand::kHeld) {
+        expand_held<kPass, Expand>
+            <<<last, Expand::kThreads, expand_bytes, stream>>>(in, time_sums, time_rows);
+      } else {
+        expand_spectrum<kPass, Expand>
+            <<<last, Expand::kThreads, expand_bytes, stream>>>(in, time_sums, time_rows);
+      }
     };
     const double bytes = 2.0 * static_cast<double>(shape_.vertices() * (2 * W + 2 * E));
     ways_.push_back({"split-K, by mma.sync: tiles of " + std::to_string(Project::kE) + " x " +

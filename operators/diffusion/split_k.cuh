@@ -9,7 +9,10 @@
 // Between the kernels only the slices (fp32) and the spectrum are in memory.
 #pragma once
 
+#include <algorithm>
+
 #include "operators/diffusion/diffusion.h"
+#include "operators/product/portable/mma_tiles.cuh"
 #include "primitives/async_copy.cuh"
 #include "primitives/fragments.cuh"
 #include "primitives/launch.h"
@@ -21,9 +24,11 @@ using namespace primitives;
 /// A block owns kE x kW elements of the spectrum, and each of its warps kWarpE x kWarpW of these. A
 /// step adds what kV vertices contribute. A stage is what it needs of their rows: kE columns of the
 /// basis, kW columns of the values, and the masses.
-template <int kSide, int kWarpsAlongE, int kWarpsAlongW, int kBlocksFit>
+template <int kRowsE, int kColumnsW, int kWarpsAlongE, int kWarpsAlongW, int kStageCount,
+          int kBlocksFit>
 struct ProjectTile {
-  static constexpr int kE = kSide, kW = kSide, kV = 64, kStages = 3, kWarpsW = kWarpsAlongW;
+  static constexpr int kE = kRowsE, kW = kColumnsW, kV = 64, kStages = kStageCount;
+  static constexpr int kWarpsW = kWarpsAlongW;
   static constexpr int kWarpE = kE / kWarpsAlongE, kWarpW = kW / kWarpsW;
   static constexpr int kThreads = 32 * kWarpsAlongE * kWarpsW, kBlocks = kBlocksFit;
   static constexpr int kStage = kV * (kE + kW);  // elements
@@ -83,8 +88,8 @@ __global__ void __launch_bounds__(Tile::kThreads, Tile::kBlocks)
     bf16* basis = shared + step % kStages * Tile::kStage;
     const int64_t v0 = (first + step) * kV;
     copy_swizzled<kV, Tile::kE, Tile::kThreads>(basis, in.basis, v0, e0, in.V, in.E);
-    copy_swizzled<kV, Tile::kW, Tile::kThreads>(basis + kV * Tile::kE, in.values, v0, w0, in.V,
-                                                in.W);
+    copy_swizzled<kV, Tile::kW, Tile::kThreads, true>(basis + kV * Tile::kE, in.values, v0, w0,
+                                                      in.V, in.W);
     if constexpr (kPass == Pass::forward) copy_masses(step, v0);
   };
 
@@ -176,6 +181,7 @@ __global__ void __launch_bounds__(32 * kSumRows * kRowWarps)
 /// staging areas. A warp computes kWarpV x kWarpW elements of the result.
 template <int kRows, int kColumns, int kWarpsAlongV, int kWarpsAlongW, int kStageCount>
 struct ExpandTile {
+  static constexpr bool kHeld = false;
   static constexpr int kV = kRows, kW = kColumns, kStages = kStageCount, kWarpsW = kWarpsAlongW;
   static constexpr int kWarpV = kV / kWarpsAlongV, kWarpW = kW / kWarpsW;
   static constexpr int kThreads = 32 * kWarpsAlongV * kWarpsAlongW;
@@ -185,11 +191,23 @@ struct ExpandTile {
   }
 };
 
+// Backward the blocks that have the first tile of the first mesh add up dTimes for their columns,
+// of time_rows shares.
+template <int kW, int kThreads>
+__device__ __forceinline__ void add_time_sums(const DiffusionOperands& in, int w0,
+                                              const float* time_sums, int time_rows) {
+  if (blockIdx.x > 0 || blockIdx.z > 0) return;
+  for (int w = w0 + threadIdx.x; w < min(w0 + kW, in.W); w += kThreads) {
+    float sum = 0;
+    for (int row = 0; row < time_rows; ++row) sum += time_sums[static_cast<size_t>(row) * in.W + w];
+    in.d_times[w] = __float2bfloat16_rn(-sum);
+  }
+}
+
 // The second product, of mesh blockIdx.z: result (V, W) = basis spectrum, and backward mass[:,
 // None] * that. Each block keeps kW columns of the spectrum in shared memory until the end. The
 // basis streams by, in tiles of kV rows. The block takes tiles number blockIdx.x, blockIdx.x +
-// gridDim.x, and so on, one in each step. Backward the blocks that have the first tile of the first
-// mesh also add up dTimes for their columns, of time_rows shares.
+// gridDim.x, and so on, one in each step.
 template <Pass kPass, typename Tile>
 __global__ void __launch_bounds__(Tile::kThreads)
     expand_spectrum(DiffusionOperands in, const float* time_sums, int time_rows) {
@@ -222,14 +240,8 @@ __global__ void __launch_bounds__(Tile::kThreads)
     copy_swizzled<16, kW, Tile::kThreads>(spectrum + e * kW, in.spectrum, e, w0, in.E, in.W);
   }
   auto ahead = copies_ahead<kStages>(copy_step);
-  if (kPass == Pass::backward && blockIdx.x == 0 && blockIdx.z == 0) {
-    for (int w = w0 + threadIdx.x; w < min(w0 + kW, in.W); w += Tile::kThreads) {
-      float sum = 0;
-      for (int row = 0; row < time_rows; ++row) {
-        sum += time_sums[static_cast<size_t>(row) * in.W + w];
-      }
-      in.d_times[w] = __float2bfloat16_rn(-sum);
-    }
+  if constexpr (kPass == Pass::backward) {
+    add_time_sums<kW, Tile::kThreads>(in, w0, time_sums, time_rows);
   }
 
   for (int64_t tile = blockIdx.x; tile < tiles; tile += gridDim.x) {
@@ -257,6 +269,89 @@ __global__ void __launch_bounds__(Tile::kThreads)
           const float factor = kPass == Pass::backward ? __bfloat162float(mass[i]) : 1;
           return pack2<bf16>(factor * pair.x, factor * pair.y);
         });
+  }
+}
+
+/// Of expand_held, for E up to kMostE. A stage has kRows rows of the basis. A block has eight warps
+/// and up to 256 columns of the spectrum, each warp 32 of them as fragments. The spectrum comes
+/// through the stages' memory.
+template <int kMostE, int kRows, int kStageCount, int kBlocksFit>
+struct HeldTile {
+  static constexpr int kE = kMostE, kV = kRows, kOwn = 32, kWarps = 8, kW = kOwn * kWarps;
+  static constexpr int kThreads = 32 * kWarps, kStages = kStageCount, kBlocks = kBlocksFit;
+  static constexpr int kStage = kV * kE;
+  static constexpr bool kHeld = true;
+  static constexpr int kSharedBytes = 2 * std::max(kE * kW, kStages* kStage);
+  static constexpr int64_t shared_bytes(int64_t) { return kSharedBytes; }
+};
+
+// The second product as expand_spectrum computes it, but each warp keeps its columns of the
+// spectrum in registers. So shared memory has tiles of the basis alone, and these are read from
+// memory once for up to 256 columns. Where W has fewer columns, kWarps / (W / 32) warps have the
+// same ones, and divide the rows of a tile.
+template <Pass kPass, typename Tile>
+__global__ void __launch_bounds__(Tile::kThreads, Tile::kBlocks)
+    expand_held(DiffusionOperands in, const float* time_sums, int time_rows) {
+  using bf16 = __nv_bfloat16;
+  constexpr int kV = Tile::kV, kW = Tile::kW, kE = Tile::kE, kStages = Tile::kStages;
+  constexpr int kOwn = Tile::kOwn;
+  extern __shared__ __align__(128) bf16 shared[];
+  const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, w0 = blockIdx.y * kW;
+  const int across = in.W > kW / 2 ? kW / kOwn : in.W > kW / 4 ? kW / kOwn / 2 : kW / kOwn / 4;
+  const int own = warp % across * kOwn, row0 = warp / across * 16;
+  const int64_t tiles = ceil_div(in.V, kV), vertex0 = blockIdx.z * in.V;
+  in.basis += vertex0 * in.E;
+  in.mass += vertex0;
+  in.result += vertex0 * in.W;
+  in.spectrum += static_cast<size_t>(blockIdx.z) * in.E * in.W;
+
+  copy_swizzled<kE, kW, Tile::kThreads>(shared, in.spectrum, 0, w0, in.E, in.W);
+  copy_async_commit();
+  if constexpr (kPass == Pass::backward)
+    add_time_sums<kW, Tile::kThreads>(in, w0, time_sums, time_rows);
+  copy_async_wait<0>();
+  __syncthreads();
+  unsigned spectrum[kE / 16][kOwn / 16][4];
+#pragma unroll
+  for (int k = 0; k < kE; k += 16) load_right<kW>(spectrum[k / 16], shared, k, own);
+  __syncthreads();  // the basis takes its place
+
+  // From its last tile to its first one: the slices of the first product have read their last rows
+  // last, and the L2 cache may still have them.
+  const int64_t begin = tiles * blockIdx.x / gridDim.x, end = tiles * (blockIdx.x + 1) / gridDim.x;
+  const auto copy_step = [&](int step) {
+    const int64_t tile = end - 1 - step;
+    if (tile < begin) return;
+    copy_swizzled<kV, kE, Tile::kThreads>(shared + step % kStages * Tile::kStage, in.basis,
+                                          tile * kV, 0, in.V, in.E);
+  };
+  auto ahead = copies_ahead<kStages>(copy_step);
+  const product::MmaResults<bf16> result{in.result, in.W, static_cast<int>(in.V), in.W};
+  for (int64_t tile = end - 1; tile >= begin; --tile) {
+    const bf16* basis = shared + ahead.next() % kStages * Tile::kStage;
+    for (int row = row0; row < kV; row += Tile::kWarps / across * 16) {
+      const int v0 = static_cast<int>(tile) * kV + row;
+      bf16 mass[2] = {};  // asked for before the products, needed after them
+      if constexpr (kPass == Pass::backward) {
+#pragma unroll
+        for (int i = 0; i < 2; ++i) {
+          const int v = v0 + 8 * i + lane / 4;
+          mass[i] = in.mass[v < in.V ? v : 0];
+        }
+      }
+      Sums<16, kOwn> sum = {};
+#pragma unroll
+      for (int k = 0; k < kE; k += 16) {
+        unsigned a[1][4];
+        load_left<kE>(a, basis, row, k);
+        add_product(sum, a, spectrum[k / 16]);
+      }
+      result.template store<16, kOwn>(v0, w0 + own, [&](int i, int j) {
+        const float2 pair = pair_of(sum, i, j);
+        const float factor = kPass == Pass::backward ? __bfloat162float(mass[i]) : 1;
+        return pack2<bf16>(factor * pair.x, factor * pair.y);
+      });
+    }
   }
 }
 

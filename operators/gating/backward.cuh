@@ -18,15 +18,20 @@
 //
 // Each transposed factor is of one product then, and that product's business.
 //
+// On GPUs without Hopper's instructions, where x has few columns and there are few hidden ones, one
+// kernel does all of this but the last sums (backward_on_chip.cuh).
+//
 // (If values have the gate's function, too, dS = d_out * gate(v) * slope at s, and dV likewise.)
 #pragma once
 
 #include <algorithm>
+#include <climits>
 #include <optional>
 #include <utility>
 #include <vector>
 
 #include "operators/estimate.h"
+#include "operators/gating/backward_on_chip.cuh"
 #include "operators/gating/resident.cuh"
 #include "operators/gating/unfused.cuh"
 #include "operators/gating/weight_gradients.cuh"
@@ -179,6 +184,14 @@ class GatedLayerBackward {
         M(shape.rows),
         H(shape.hidden),
         stride(value ? pitch : 2 * pitch) {
+    if constexpr (kHalves) {
+      // Where there is room for it, nothing else moves as little.
+      if (!value && !primitives::is_hopper() &&
+          (offer_on_chip<OnChipTile<128, 16, 2>>(shape.channels) ||
+           offer_on_chip<OnChipTile<64, 8, 2>>(shape.channels))) {
+        return;
+      }
+    }
     const auto product_of = [&](const Memory<T>& a, const Memory<T>& b, const Memory<T>& c,
                                 int64_t m, int64_t n, int64_t k, product::RowStrides strides) {
       return best_product(caller, multiply, a, b, c,
@@ -231,7 +244,7 @@ class GatedLayerBackward {
         continue;
       }
       const Memory<T> x_t = any(K * rows);
-      by_products.push_back({"", 2 * in.read() + kFirstLaunch, [=, *this] {
+      by_products.push_back({"", (kHalves ? 5 : 2) * in.read() + kFirstLaunch, [=, *this] {
                                product::launch_transpose<T>({in.x, M, K, in.stride},
                                                             {x_t, K, rows, rows}, caller_.stream);
                              }});
@@ -269,7 +282,8 @@ class GatedLayerBackward {
 
  private:
   static constexpr bool kHalves = sizeof(T) == 2;
-  enum class Weights : int64_t { by_products, from_slices };  ///< how their gradients are computed
+  /// How their gradients are computed.
+  enum class Weights : int64_t { by_products, from_slices, on_chip };
   /// What rows of 2-byte elements are a multiple of, so that no product copies them; for fp32 all
   /// is dense, as FK_FLOAT32's products want it.
   static constexpr int64_t kAligned = kHalves ? 8 : 1;
@@ -378,12 +392,52 @@ class GatedLayerBackward {
     return {"", 2 * kFirstLaunch + std::max(operations / 3e8, of.read()) + once / memory_rate(),
             launch, WeightTile::kSharedBytes};
   }
+  /// db1 and db2 of partial sums, as add_weights() has those of a single channel.
+  void add_biases(const float* partials, int slices) const {
+    add_weight_gradients<T><<<primitives::blocks_for(2 * pitch, kAddingCols),
+                              dim3(kAddingCols, kAddingRows), 0, caller_.stream>>>(
+        partials, slices, 1, static_cast<int>(2 * pitch), static_cast<int>(pitch),
+        static_cast<int>(H), d_.d_b1.data(), d_.d_b2.data());
+  }
   void add_weights(const float* partials, int slices, int64_t channels, const Memory<T>& d_W1,
                    const Memory<T>& d_W2) const {
     add_weight_gradients<T><<<primitives::blocks_for(channels * stride, kAddingCols),
                               dim3(kAddingCols, kAddingRows), 0, caller_.stream>>>(
         partials, slices, static_cast<int>(channels), static_cast<int>(stride),
         static_cast<int>(pitch), static_cast<int>(H), d_W1.data(), d_W2.data());
+  }
+
+  /// By one kernel, and those that add up what its blocks have found. Whether there is room.
+  template <class Tile>
+  bool offer_on_chip(int64_t K) {
+    const int64_t x_stride = of_.x_stride != 0 ? of_.x_stride : K;
+    const int64_t out_stride = of_.out_stride != 0 ? of_.out_stride : H;
+    if (K > Tile::kDepth || H > Tile::kHidden || M > INT_MAX - Tile::kRows || x_stride % 8 != 0 ||
+        out_stride % 8 != 0 || Tile::kSharedBytes > primitives::most_shared_bytes()) {
+      return false;
+    }
+    const int64_t tiles = primitives::ceil_div(M, int64_t{Tile::kRows});
+    const int64_t blocks = std::min<int64_t>(tiles, primitives::multiprocessors());
+    const auto weights =
+        caller_.workspace.template any<float>(static_cast<size_t>(blocks * K * stride));
+    const auto biases = caller_.workspace.template any<float>(static_cast<size_t>(blocks * stride));
+    const auto launch = [=, *this] {
+      const BackwardOnChip<T> of{
+          of_.operands({M, K, H}), d_.d_out, d_.d_x, x_stride, out_stride, weights, biases,
+          static_cast<int>(pitch)};
+      primitives::allow_shared_bytes(backward_on_chip<Tile, T>, Tile::kSharedBytes);
+      backward_on_chip<Tile, T>
+          <<<static_cast<unsigned>(blocks), Tile::kThreads, Tile::kSharedBytes, caller_.stream>>>(
+              of);
+      add_weights(weights.data(), static_cast<int>(blocks), K, d_.d_W1, d_.d_W2);
+      add_biases(biases, static_cast<int>(blocks));
+    };
+    // A tile takes 100 cycles for each of its rows.
+    const double of_block = 100.0 * Tile::kRows * static_cast<double>(ceil_div(tiles, blocks));
+    ways_.push_back({"one kernel for all but the sums over its blocks",
+                     3 * kFirstLaunch + of_block / cycles(), launch, Tile::kSharedBytes,
+                     way_id({static_cast<int64_t>(Weights::on_chip)})});
+    return true;
   }
 
   void offer(Weights weights, const char* name, std::vector<Way> steps,

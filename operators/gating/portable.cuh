@@ -4,7 +4,8 @@
 // Where x has many rows and the weights fit into shared memory, memory is the limit. So blocks stay
 // and keep the weights, as in the lesson, and one thing is changed: a warp has tiles of x of its
 // own, and its own ring of stages for them. So no warp waits for another one after the weights have
-// come. While one waits for its tile, others multiply, and others compute sigmoids.
+// come. While one waits for its tile, others multiply, and others compute sigmoids. Where the
+// weights are so few that registers hold them, they stay there (in_registers.cuh).
 //
 // Else the layer is a product by W1 and W2 side by side. Gate and value of an element are in one
 // thread, as on Hopper: of a warp's columns in a tile the first half are of W1, the others the same
@@ -16,6 +17,7 @@
 #include <string>
 #include <vector>
 
+#include "operators/gating/in_registers.cuh"
 #include "operators/gating/resident.cuh"
 #include "operators/product/portable/half.cuh"
 
@@ -269,9 +271,9 @@ class PortableGatedLayer {
   PortableGatedLayer(const Caller& caller, const GatingMemory<T>& memory, const GatingShape& shape)
       : caller_(caller), memory_(memory), shape_(shape) {
     Ways ways(caller.search);
+    offer_held<HeldTile<128, 4>>(ways);
     offer<ResidentTile<32, 8, 3>>(ways), offer<ResidentTile<32, 8, 2>>(ways);
-    offer<ResidentTile<16, 8, 4>>(ways), offer<ResidentTile<16, 8, 2>>(ways);
-    offer<ResidentTile<16, 4, 2>>(ways);
+    offer<ResidentTile<16, 8, 2>>(ways), offer<ResidentTile<16, 4, 2>>(ways);
     ways_ = ways.found();
     for (Way& way : product_ways()) ways_.push_back(std::move(way));
   }
@@ -298,6 +300,45 @@ class PortableGatedLayer {
                                      bytes_copied(x) + bytes_copied(W1) + bytes_copied(W2), make)
         .template ways<MmaTile<256, 128, 64, 4, 2, 3, 1>, MmaTile<128, 128, 64, 2, 2, 3, 2>,
                        MmaTile<128, 128, 32, 2, 2, 3, 2>, MmaTile<64, 128, 32, 1, 2, 4, 4>>();
+  }
+
+  /// With as many warps in a team as all columns need, or more where there is no room for the
+  /// stages of so many teams.
+  template <class Tile>
+  void offer_held(Ways& ways) const {
+    if (x_stride() % 8 != 0 || shape_.channels > Tile::kDepth ||
+        shape_.rows > INT_MAX - Tile::kRows) {
+      return;
+    }
+    int team = 2;  // of one warp there would be more teams than barriers
+    while (team < Tile::kWarps &&
+           (team * Tile::kOwn < shape_.hidden || Tile::shared_bytes(team) > most_shared_bytes())) {
+      team *= 2;
+    }
+    const int bytes = Tile::shared_bytes(team);
+    if (team * Tile::kOwn < shape_.hidden || bytes > most_shared_bytes()) return;
+    // All warps of a multiprocessor together take so many cycles for a tile each.
+    constexpr double kCycles = 115.0 * Tile::kRows;
+    const double tiles = std::ceil(1.0 * static_cast<double>(shape_.rows) / Tile::kRows);
+    const double of_team = std::ceil(tiles * team / (Tile::kWarps * multiprocessors()));
+    const double time =
+        kFirstLaunch + 2 +
+        std::max(of_team * kCycles / cycles(), 1.1 * shape_.bytes() / memory_rate());
+    ways.offer(time, way_id({Tile::kRows, Tile::kStages, team}), [&] {
+      const std::string name =
+          "mma.sync, weights in registers; warps of a team: " + std::to_string(team);
+      return Way{name, time, [self = *this, team] { self.template launch_held<Tile>(team); },
+                 bytes};
+    });
+  }
+  template <class Tile>
+  void launch_held(int team) const {
+    const int bytes = Tile::shared_bytes(team);
+    allow_shared_bytes(held_mma<Tile, T>, bytes);
+    const int64_t needed = ceil_div(shape_.rows, int64_t{Tile::kRows} * (Tile::kWarps / team));
+    const HeldMma<T> of{memory_.operands(shape_), x_stride(), out_stride(), team};
+    held_mma<Tile, T><<<static_cast<unsigned>(std::min<int64_t>(multiprocessors(), needed)),
+                        Tile::kThreads, bytes, caller_.stream>>>(of);
   }
 
   /// With one block for all columns, or as few side by side as have room.
@@ -344,7 +385,7 @@ class PortableGatedLayer {
   /// weights of a panel once for its rows, so that few rows ask much of shared memory.
   template <class Tile>
   double microseconds(int64_t depth, int64_t own, int64_t beside) const {
-    constexpr double kRate = (Tile::kRows == 32 ? 800 : 500) * (Tile::kWarps == 8 ? 1 : 0.6);
+    constexpr double kRate = (Tile::kRows == 32 ? 500 : 310) * (Tile::kWarps == 8 ? 1 : 0.6);
     const double sms = multiprocessors();
     const double tiles = std::ceil(1.0 * static_cast<double>(shape_.rows) / Tile::kRows);
     const double warps = std::floor(sms / static_cast<double>(beside)) * Tile::kWarps;

@@ -96,9 +96,9 @@ __global__ void __launch_bounds__(WeightTile::kThreads, 2)
 inline constexpr int kAddingCols = 32, kAddingRows = 8;  ///< threads of a block
 
 /// dW1 and dW2 (channels, hidden) from the partial sums of x^T [dS | dV] (channels, cols), whose
-/// halves have half_cols columns; or dW1 from those of x^T dS alone. A thread adds up every
-/// kAddingRows-th slice of an element, and one thread what these have found: always in the same
-/// order.
+/// halves have half_cols columns; or dW1 from those of x^T dS alone. What is nullptr is not wanted.
+/// A thread adds up every kAddingRows-th slice of an element, and one thread what these have found:
+/// always in the same order.
 template <typename T>
 __global__ void __launch_bounds__(kAddingCols* kAddingRows)
     add_weight_gradients(const float* partials, int slices, int channels, int cols, int half_cols,
@@ -121,7 +121,7 @@ __global__ void __launch_bounds__(kAddingCols* kAddingRows)
   const int col = static_cast<int>(at % cols);
   T* const to = col < half_cols ? d_W1 : d_W2;
   const int own = col < half_cols ? col : col - half_cols;
-  if (own < hidden) to[channel * hidden + own] = static_cast<T>(sum);
+  if (own < hidden && to != nullptr) to[channel * hidden + own] = static_cast<T>(sum);
 }
 
 /// How weight_product() is launched.

@@ -7,6 +7,7 @@
 #pragma once
 
 #include "operators/gradients/gradients.h"
+#include "operators/product/portable/mma_tiles.cuh"
 #include "primitives/approximate.cuh"
 #include "primitives/async_copy.cuh"
 #include "primitives/fragments.cuh"
@@ -93,17 +94,64 @@ __device__ auto copies_by(const Copy& copy) {
   }
 }
 
+// What a thread copies of Gr and Gi, box after box of kRows rows and 64 columns, and from tile to
+// tile of kRows rows: pieces of 16 bytes, all in the same columns of a box.
+template <int kRows, int kThreads>
+class TangentCopies {
+ public:
+  // From `row0` on, and then each time `tile_step` rows further on.
+  __device__ TangentCopies(const GradientsOperands& in, int64_t row0, int64_t tile_step)
+      : Gr_(in.Gr + (row0 + row()) * in.E + col()),
+        Gi_(in.Gi + (row0 + row()) * in.E + col()),
+        next_row_(int64_t{kStep} * in.E),
+        next_tile_(tile_step * in.E - boxes_of(in.E) * kBoxSide),
+        tile_step_(tile_step),
+        rows_left_(in.V - row0 - row()),
+        E_(in.E) {}
+
+  // Starts the copies of a box to tiles of Gr and Gi, and goes on to the next one.
+  __device__ __forceinline__ void start(bf16* Gr_tile, bf16* Gi_tile) {
+    const int64_t left = box_ + col() < E_ ? rows_left_ : 0;
+    const int inside = left < kRows ? static_cast<int>(left) : kRows;
+#pragma unroll
+    for (int r = 0; r < kRows; r += kStep) {
+      const int64_t from = r / kStep * next_row_;
+      copy_async<16>(Gr_tile + to_ + r * kBoxSide, Gr_ + from, r < inside);
+      copy_async<16>(Gi_tile + to_ + r * kBoxSide, Gi_ + from, r < inside);
+    }
+    advance(kBoxSide);
+    box_ += kBoxSide;
+    if (box_ < E_) return;
+    box_ = 0;
+    advance(next_tile_);
+    rows_left_ -= tile_step_;
+  }
+
+ private:
+  static constexpr int kPieces = kBoxSide / 8, kStep = kThreads / kPieces;
+  static_assert(kStep % 8 == 0 && kRows % kStep == 0);
+  __device__ static int row() { return static_cast<int>(threadIdx.x) / kPieces; }
+  __device__ static int col() { return static_cast<int>(threadIdx.x) % kPieces * 8; }
+  __device__ void advance(int64_t by) { Gr_ += by, Gi_ += by; }
+
+  const bf16 *Gr_, *Gi_;
+  int64_t next_row_, next_tile_, tile_step_, rows_left_;  // rows_left_: from the thread's first on
+  int E_, box_ = 0;                                       // box_: its first column
+  const int to_ = swizzle<kBoxSide>(row(), col());
+};
+
 // A block has kColumns columns of x, M1 and M2, all E rows, which stay. It has kStageCount stages,
-// each with a 64 x 64 tile of Gr and one of Gi. It also has a staging area for 64 x kColumns
-// results. A warp has kRows x 32 of these.
-template <int kColumns, int kRows, int kStageCount>
+// each with a 64 x 64 tile of Gr and one of Gi. A warp has kRows x 32 results of a tile. With
+// kStagesResults these have a staging area, on their way to memory.
+template <int kColumns, int kRows, int kStageCount, bool kStagesResults = true>
 struct PortableForward {
+  static constexpr bool kStaged = kStagesResults;
   static constexpr int BV = kBoxSide, BN = kColumns, WV = kRows, kStages = kStageCount;
   static constexpr int kThreads = 128;
   static_assert(kThreads / 32 == BV / WV * (BN / 32));
   static constexpr int64_t shared_bytes(int64_t E) {
     return (3 * static_cast<int64_t>(boxes_of(E)) * kBoxSide * BN + kStages * 2 * kBoxElements +
-            kBoxSide * BN) *
+            (kStaged ? kBoxSide * BN : 0)) *
            sizeof(bf16);
   }
 };
@@ -124,19 +172,17 @@ __global__ void __launch_bounds__(Tiles::kThreads, 2)
   bf16* staging = stages + kStages * 2 * kBoxElements + warp * WV * 32;
   const int64_t tile_count = ceil_div(in.V, kBoxSide);
   const auto stage_of = [&](int step) { return stages + step % kStages * 2 * kBoxElements; };
+  const int64_t tile_step = int64_t{kBoxSide} * gridDim.y;
+  TangentCopies<kBoxSide, Tiles::kThreads> copies(in, int64_t{kBoxSide} * blockIdx.y, tile_step);
+  const int steps = static_cast<int>(ceil_div(tile_count - blockIdx.y, gridDim.y)) * boxes;
   const auto copy_step = [&](int step) {
-    const int64_t tile = blockIdx.y + static_cast<int64_t>(step / boxes) * gridDim.y;
-    if (tile >= tile_count) return;
-    const int k0 = step % boxes * kBoxSide;
-    copy_swizzled<kBoxSide, kBoxSide, Tiles::kThreads>(stage_of(step), in.Gr, tile * kBoxSide, k0,
-                                                       in.V, in.E);
-    copy_swizzled<kBoxSide, kBoxSide, Tiles::kThreads>(stage_of(step) + kBoxElements, in.Gi,
-                                                       tile * kBoxSide, k0, in.V, in.E);
+    if (step < steps) copies.start(stage_of(step), stage_of(step) + kBoxElements);
   };
 
   // These copies are in one group with those of step 0, so the first next() waits for them, too.
   copy_right_factors<BN, Tiles::kThreads>(right_tiles, in, M, w0);
   auto ahead = copies_ahead<kStages>(copy_step);
+  const product::MmaResults<bf16> out{in.out, in.W, static_cast<int>(in.V), in.W};
   for (int64_t tile = blockIdx.y; tile < tile_count; tile += gridDim.y) {
     WarpGradients<WV, 32> sums;
     for (int box = 0; box < boxes; ++box) {
@@ -144,13 +190,17 @@ __global__ void __launch_bounds__(Tiles::kThreads, 2)
       add_box<BN>(sums, stage, stage + kBoxElements, right_tiles + 3 * box * kBoxSide * BN, row,
                   col);
     }
-    store_results<WV, 32>(staging, in.out, tile * kBoxSide + row, w0 + col, in.V, in.W,
-                          [&](int i, int j) {
-                            const float2 xr = pair_of(sums.xr, i, j), xi = pair_of(sums.xi, i, j);
-                            const float2 ar = pair_of(sums.ar, i, j), ai = pair_of(sums.ai, i, j);
-                            return pack2<bf16>(tanh_approximate(xr.x * ar.x + xi.x * ai.x),
-                                               tanh_approximate(xr.y * ar.y + xi.y * ai.y));
-                          });
+    const auto result = [&](int i, int j) {
+      const float2 xr = pair_of(sums.xr, i, j), xi = pair_of(sums.xi, i, j);
+      const float2 ar = pair_of(sums.ar, i, j), ai = pair_of(sums.ai, i, j);
+      return pack2<bf16>(tanh_approximate(xr.x * ar.x + xi.x * ai.x),
+                         tanh_approximate(xr.y * ar.y + xi.y * ai.y));
+    };
+    if constexpr (Tiles::kStaged) {
+      store_results<WV, 32>(staging, in.out, tile * kBoxSide + row, w0 + col, in.V, in.W, result);
+    } else {
+      out.template store<WV, 32>(static_cast<int>(tile) * kBoxSide + row, w0 + col, result);
+    }
   }
 }
 
@@ -271,14 +321,13 @@ __global__ void __launch_bounds__(Tiles::kThreads, Tiles::kBlocks)
     bf16* Gi = Gr + boxes * kBoxSide * BV;
     return Stage{Gr, Gi, Gi + boxes * kBoxSide * BV};
   };
+  TangentCopies<BV, kThreads> tangents(in, int64_t{BV} * blockIdx.y, int64_t{BV} * gridDim.y);
   const auto copy_step = [&](int step) {
     const int64_t tile = blockIdx.y + static_cast<int64_t>(step) * gridDim.y;
     if (tile >= tile_count) return;
     const Stage to = stage_of(step);
     for (int box = 0; box < boxes; ++box) {
-      const int at = box * kBoxSide * BV, e = box * kBoxSide;
-      copy_swizzled<BV, kBoxSide, kThreads>(to.Gr + at, in.Gr, tile * BV, e, in.V, in.E);
-      copy_swizzled<BV, kBoxSide, kThreads>(to.Gi + at, in.Gi, tile * BV, e, in.V, in.E);
+      tangents.start(to.Gr + box * kBoxSide * BV, to.Gi + box * kBoxSide * BV);
     }
     copy_swizzled<BV, BN, kThreads>(to.d_out, in.d_out, tile * BV, w0, in.V, in.W);
   };

@@ -27,8 +27,13 @@ class PortableFeatures {
     // where it may have 99 KB.
     if constexpr (kPass == Pass::forward) {
       using Wide = PortableForward<64, 32, 3>;
+      using Lean = PortableForward<64, 32, 2, false>;
       using Narrow = PortableForward<32, 16, 2>;
-      suits<Wide>() ? plan_forward<Wide>() : plan_forward<Narrow>();
+      if (suits<Lean>() && !twice<Wide>()) {
+        plan_forward<Lean>();
+      } else {
+        suits<Wide>() ? plan_forward<Wide>() : plan_forward<Narrow>();
+      }
     } else {
       using Wide = PortableBackward<128, 64, 64, 32, 16, 2>;
       using Narrow = PortableBackward<128, 32, 32, 16, 16, 2>;
@@ -49,6 +54,12 @@ class PortableFeatures {
   template <class Tiles>
   bool fits() const {
     return Tiles::shared_bytes(shape_.E) <= most_shared_bytes();
+  }
+  /// Whether two blocks fit on a multiprocessor, which has 1 KB more than a block may have, and
+  /// takes as much of each.
+  template <class Tiles>
+  bool twice() const {
+    return 2 * (Tiles::shared_bytes(shape_.E) + 1024) <= most_shared_bytes() + 1024;
   }
   /// Whether wide tiles fit, and are enough for a block on each multiprocessor.
   template <class Tiles>

@@ -444,6 +444,26 @@ print(len(calls) - len(ways), "are wrong")
     assert said == "0 are wrong\n"
 
 
+# A row; tiles for some blocks and not for others, the last one not whole; all columns; rows that are apart.
+ON_CHIP = [
+    (GatedBackward, dict(rows=1, inputs=8, hidden=8)),
+    (GatedBackward, dict(rows=600, inputs=40, hidden=24, type=BFLOAT16, gate=1)),
+    (GatedBackward, dict(rows=300, inputs=128, hidden=64)),
+    (GatedBackward, dict(rows=150, inputs=13, hidden=61, x_stride=16, out_stride=72, gate=2, biases=())),
+]
+
+
+@pytest.mark.parametrize("capability, taken_for", [("8.0", ""), ("8.6", ""), ("9.0", "8.0")])
+def test_a_layer_of_few_columns_has_its_gradients_by_one_kernel(capability, taken_for):
+    said = run_as_another_gpu(capability, """
+from test_library_gradients import ON_CHIP
+for kind, options in ON_CHIP:
+    run(kind, **options)
+print({way.split(" for ")[0] for way in ways}, len(ways))
+""", FUSED_KERNELS_CAPABILITY=taken_for, CUDA_CPU_MULTIPROCESSORS="2")
+    assert said == f"{ {'one kernel'} } {len(ON_CHIP)}\n"
+
+
 @pytest.mark.parametrize("gate", GATES)
 @pytest.mark.parametrize("type", [FLOAT16, BFLOAT16, TF32])
 def test_a_gate_is_tuned(library, type, gate):

@@ -55,6 +55,7 @@ def test_product_shapes(sizes, multiprocessors, monkeypatch):
     ("product_shapes", "65 131 77", "of a thread"),
     ("gating_shapes", "65 7 9", "rows copied"),
     ("gating_shapes", "500 64 72", "resident"), ("gating_shapes", "300 128 64", "resident"),
+    ("gating_shapes", "600 128 64", "in registers"), ("gating_shapes", "90 104 20", "in registers"),
     ("gating_shapes", "70 512 96", "slices"),
 ])
 def test_all_ways_without_hopper_are_right(capability, program, sizes, ways, monkeypatch):

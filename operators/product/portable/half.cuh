@@ -142,13 +142,13 @@ class MmaWays {
   /// An estimate that is not fitted to measurements. A multiprocessor with all its blocks is
   /// counted with so many multiply-adds in a cycle, fewer with smaller tiles of a warp, and two
   /// thirds of that with four warps alone; with 45 bytes a cycle from the L2 cache; and with 2000
-  /// cycles for the first data and the results of a tile.
+  /// cycles for the first data and the results of a tile, twice as many where results have gates.
   template <class Tile>
   double microseconds(int64_t tiles, int slices, int steps) const {
     constexpr double kRate = Tile::WM * Tile::WN >= 64 * 64   ? 1050
                              : Tile::WM * Tile::WN >= 64 * 32 ? 850
                                                               : 600;
-    constexpr double kAlone = Tile::kThreads > 128 ? 1 : 1.5, kEnds = 2000;
+    constexpr double kAlone = Tile::kThreads > 128 ? 1 : 1.5, kEnds = 2000 * kFactors;
     const double sms = multiprocessors(), blocks = static_cast<double>(tiles) * slices;
     const double busy = std::max(1.0 * Tile::BM * Tile::BN * Tile::BK / kRate,
                                  2.0 * (Tile::BM + Tile::BN) * Tile::BK / 45);

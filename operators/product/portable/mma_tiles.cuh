@@ -379,19 +379,23 @@ struct MmaResults {
 
   /// Stores a warp's kRows x kCols results from (row0, col0) on. pair(i, j) computes a pair of
   /// them, rounded: see for_pairs() in primitives/fragments.cuh. Four lanes that have pairs of the
-  /// same 32 columns exchange them, so that each has 8 neighbours, 16 bytes.
+  /// same 32 columns exchange them, so that each has 8 neighbours, 16 bytes; or of the same 16
+  /// columns of two rows.
   template <int kRows, int kCols, typename Pair>
   __device__ __forceinline__ void store(int row0, int col0, Pair pair) const {
-    static_assert(kCols % 32 == 0);
+    static_assert(kCols % 32 == 0 || kCols == 16);
+    constexpr int kWide = kCols % 32 == 0 ? 4 : 2, kHigh = 4 / kWide;  // pairs of a quad's exchange
     const int lane = threadIdx.x % 32;
 #pragma unroll
-    for (int i = 0; i < kRows / 8; ++i) {
-      const int row = row0 + 8 * i + lane / 4;
+    for (int i = 0; i < kRows / 8; i += kHigh) {
+      const int row = row0 + 8 * (i + lane % 4 / kWide) + lane / 4;
 #pragma unroll
-      for (int j = 0; j < kCols / 8; j += 4) {
-        unsigned words[4] = {pair(i, j), pair(i, j + 1), pair(i, j + 2), pair(i, j + 3)};
+      for (int j = 0; j < kCols / 8; j += kWide) {
+        unsigned words[4];
+#pragma unroll
+        for (int e = 0; e < 4; ++e) words[e] = pair(i + e / kWide, j + e % kWide);
         transpose_quad(words);
-        const int col = col0 + 8 * (j + lane % 4);
+        const int col = col0 + 8 * (j + lane % kWide);
         if (row >= rows || col >= cols) continue;
         T* const at = to + row * stride + col;
         if (stride % 8 == 0 && col + 8 <= cols) {

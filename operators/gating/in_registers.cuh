@@ -1,0 +1,138 @@
+// The gated layer for compute capability 8.0 and newer where x has many rows and few columns: by
+// mma.sync, with weights that stay in registers.
+//
+// A block with its weights in shared memory (resident_mma in portable.cuh) reads them again for
+// each tile of x. Here a warp keeps its part of them as fragments, 16 columns of W1 and of W2. So
+// it only reads x, and its sums are few enough for 16 warps on a multiprocessor. Warps with the
+// same rows of x are a team: they share tiles of 16 rows, and the stages that these come to.
+#pragma once
+
+#include "operators/gating/rows.cuh"
+#include "operators/product/portable/mma_tiles.cuh"
+#include "primitives/hopper/cluster.cuh"
+
+namespace operators::gating {
+
+using namespace operators::product;
+
+/// What a launch of held_mma works on. Rows of x are a multiple of 8 elements apart.
+template <typename T>
+struct HeldMma {
+  LayerOperands<T> in;
+  int64_t x_stride, out_stride;
+  int team;  ///< warps: 2, 4, 8 or 16, which have kOwn columns of out each
+};
+
+/// K up to kMostDepth. A team has kStagesOfTeam stages.
+template <int kMostDepth, int kStagesOfTeam>
+struct HeldTile {
+  static constexpr int kDepth = kMostDepth, kStages = kStagesOfTeam, kWarps = 16;
+  static constexpr int kThreads = 32 * kWarps;
+  static constexpr int kRows = 16, kStage = kRows * kDepth;
+  static constexpr int kOwn = 16;  ///< columns of out that a warp has
+  /// Stages of all teams, weights, and biases.
+  static constexpr int shared_bytes(int team) {
+    return 2 * (kWarps / team * kStages * kStage + team * 2 * kOwn * kDepth) +
+           team * 2 * kOwn * static_cast<int>(sizeof(float));
+  }
+};
+
+template <class Tile, typename T>
+__global__ void __launch_bounds__(Tile::kThreads, 1)
+    held_mma(const __grid_constant__ HeldMma<T> of) {
+  constexpr int kRows = Tile::kRows, kStages = Tile::kStages, kDepth = Tile::kDepth;
+  constexpr int kOwn = Tile::kOwn, kWidth = 2 * kOwn;
+  extern __shared__ __align__(128) char held_shared[];
+  const LayerOperands<T>& in = of.in;
+  const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
+  const int team = warp / of.team, member = warp % of.team, teams = Tile::kWarps / of.team;
+  T* const all_stages = reinterpret_cast<T*>(held_shared);
+  T* const stages = all_stages + team * kStages * Tile::kStage;
+  T* const weights = all_stages + teams * kStages * Tile::kStage + member * kDepth * kWidth;
+  float* const biases = reinterpret_cast<float*>(all_stages + teams * kStages * Tile::kStage +
+                                                 of.team * kDepth * kWidth) +
+                        member * kWidth;
+
+  const int tiles = (in.M + kRows - 1) / kRows, stride = static_cast<int>(gridDim.x) * teams;
+  const int first = static_cast<int>(blockIdx.x) * teams + team;
+  // A warp copies rows of its own, as many at a time as 32 pieces of 16 bytes are.
+  constexpr int kRowsAtOnce = 32 * 8 / kDepth;
+  const int copy_row = lane / (kDepth / 8), copy_col = lane % (kDepth / 8) * 8;
+  const int there = min(max(in.K - copy_col, 0), 8);
+  const auto copy = [&](int64_t tile, T* stage) {
+    if (tile < tiles) {
+      const int rows = static_cast<int>(min(in.M - tile * kRows, int64_t{kRows}));
+      const T* const x = in.x + tile * kRows * of.x_stride + copy_col;
+      for (int at = member * kRowsAtOnce; at < kRows; at += of.team * kRowsAtOnce) {
+        const int row = at + copy_row;
+        T* const piece = stage + swizzle<kDepth>(row, copy_col);
+        if (in.K % 8 == 0) {
+          copy_async<16>(piece, x + row * of.x_stride, row < rows && there > 0);
+        } else {
+          copy_async_part(piece, x + row * of.x_stride, row < rows ? 2 * there : 0);
+        }
+      }
+    }
+    copy_async_commit();
+  };
+
+  // The weights come first. Each warp needs those of its column, and so do its like in other teams:
+  // they divide the copies.
+  for (int i = (team * 32 + lane) * 8; i < kDepth * kWidth; i += teams * 32 * 8) {
+    const int k = i / kWidth, c = i % kWidth, col = member * kOwn + c % kOwn;
+    const T* const from = (c < kOwn ? in.W1 : in.W2) + int64_t{k} * in.H + col;
+    T* const to = weights + swizzle<kWidth>(k, c);
+    const int inside = k < in.K ? min(max(in.H - col, 0), 8) : 0;
+    if (in.H % 8 == 0) {
+      copy_async_part(to, from, 2 * inside);
+    } else {
+      for (int e = 0; e < 8; ++e) to[e] = e < inside ? from[e] : T();
+    }
+  }
+  copy_async_commit();
+  for (int s = 0; s < kStages - 1; ++s) {
+    copy(first + int64_t{s} * stride, stages + s * Tile::kStage);
+  }
+  if (team == 0) {
+    for (int c = lane; c < kWidth; c += 32) {
+      const int col = member * kOwn + c % kOwn;
+      const T* const from = c < kOwn ? in.b1 : in.b2;
+      biases[c] = from != nullptr && col < in.H ? static_cast<float>(from[col]) : 0;
+    }
+  }
+  copy_async_wait<kStages - 1>();
+  __syncthreads();
+  unsigned b[kDepth / 16][kWidth / 16][4];
+#pragma unroll
+  for (int k = 0; k < kDepth; k += 16) load_right<kWidth>(b[k / 16], weights, k, 0);
+
+  const MmaResults<T> out{in.out, of.out_stride, in.M, in.H};
+  int stage = 0, next = kStages - 1;  // that is multiplied, and that is filled
+  for (int tile = first; tile < tiles; tile += stride) {
+    copy_async_wait<kStages - 2>();
+    named_barrier(1 + team, 32 * of.team);  // the team's copies are there, and all have read `next`
+    copy(tile + int64_t{kStages - 1} * stride, stages + next * Tile::kStage);
+    const T* const x = stages + stage * Tile::kStage;
+    stage = stage + 1 == kStages ? 0 : stage + 1;
+    next = next + 1 == kStages ? 0 : next + 1;
+    Sums<16, kWidth> sum;
+#pragma unroll
+    for (int j = 0; j < kWidth / 8; ++j) {
+      const float2 bias = *reinterpret_cast<const float2*>(biases + 8 * j + lane % 4 * 2);
+      sum[0][j][0] = sum[0][j][2] = bias.x, sum[0][j][1] = sum[0][j][3] = bias.y;
+    }
+#pragma unroll
+    for (int k = 0; k < kDepth; k += 16) {
+      unsigned a[1][4];
+      load_left<kDepth>(a, x, 0, k);
+      add_product<T>(sum, a, b[k / 16]);
+    }
+    make_sigmoids(in.gate, sum);
+    out.template store<16, kOwn>(tile * kRows, member * kOwn, [&](int i, int j) {
+      const float2 gate = pair_of(sum, i, j), value = pair_of(sum, i, j + kOwn / 8);
+      return pack2<T>(gated(gate.x, value.x), gated(gate.y, value.y));
+    });
+  }
+}
+
+}  // namespace operators::gating
