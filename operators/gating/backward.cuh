@@ -31,7 +31,7 @@
 #include <vector>
 
 #include "operators/estimate.h"
-#include "operators/gating/backward_on_chip.cuh"
+#include "operators/gating/portable/backward_on_chip.cuh"
 #include "operators/gating/resident.cuh"
 #include "operators/gating/unfused.cuh"
 #include "operators/gating/weight_gradients.cuh"

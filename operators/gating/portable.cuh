@@ -17,7 +17,7 @@
 #include <string>
 #include <vector>
 
-#include "operators/gating/in_registers.cuh"
+#include "operators/gating/portable/in_registers.cuh"
 #include "operators/gating/resident.cuh"
 #include "operators/product/portable/half.cuh"
 
