@@ -146,6 +146,8 @@ ANY_PRODUCTS = [
     *(any_product(f"linear_{dtype}", (3, 50, 72), (72, 40), dtype, "b", bias=True) for dtype in (FP16, FP32)),
     *(any_product(f"batch_{transposed}", (6, 50, 33), (6, 33, 40), dtype, transposed)
       for transposed in ("", "a", "b", "ab") for dtype in (FP16, BF16, FP32)),
+    *(any_product(f"tall_batch_{transposed}", (40, 512, 192), (40, 192, 264), dtype, transposed)  # by wgmma on Hopper
+      for transposed in ("", "a", "b") for dtype in (FP16, BF16)),
     *(any_product("batch", (6, 64, 32), (6, 32, 40), FP32, "b", math=math) for math in ("tf32", "tf32x3")),
     any_product("broadcast", (2, 1, 50, 24), (3, 24, 16), FP16),
     any_product("broadcast_a", (50, 24), (3, 24, 16), FP32),
