@@ -232,8 +232,8 @@ void launch_product(const Work& work, const AlignedRows<T>& A, const AlignedRows
     align_rows<T, 2><<<copies.blocks(), kCopyThreads, 0, stream>>>(copies);
   }
   allow_shared_bytes(product<Work>, kBytes);
-  const bool early = A.copied || B.copied || work.exchange.ended;  // after copies, or zeros
-  launch_clusters_on(stream, product<Work>, 1, early, work.schedule.clusters * Tile::kBlocks,
+  // Early, whatever runs before: the kernel reads and writes after wait_for_previous_kernel() only.
+  launch_clusters_on(stream, product<Work>, 1, true, work.schedule.clusters * Tile::kBlocks,
                      Tile::kThreads, kBytes, work);
 }
 
