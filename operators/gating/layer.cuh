@@ -32,6 +32,12 @@ struct GatedTileCost {
 };
 inline constexpr GatedTileCost kGatedTileCosts[] = {
     {128, 256, 1000, 3690}, {192, 128, 810, 2480}, {128, 128, 570, 2050}, {64, 128, 375, 1660}};
+/// What shared tiles cost, fitted together with these.
+inline constexpr ProductCosts kGatedSharing = {.handover = 1.65,
+                                               .piece = 0.179,
+                                               .piece_element = 0.0152,
+                                               .partial = 0.108,
+                                               .shared_reads = 0.363};
 
 constexpr GatedTileCost cost_of_tile(int rows, int cols) {
   for (const GatedTileCost& cost : kGatedTileCosts) {
@@ -64,10 +70,10 @@ struct StoreGated {
     const double bytes =
         sizeof(T) * (1.0 * shape.rows * shape.depth + 1.0 * shape.depth * shape.cols +
                      0.5 * shape.rows * shape.cols) +
-        kHalfCosts.shared_reads * fetched_by_sharers(kWork, sizeof(T), shape.depth, division);
+        kGatedSharing.shared_reads * fetched_by_sharers(kWork, sizeof(T), shape.depth, division);
     return 3.7 +
            (division.rounds * steps * cost.step + division.finished * cost.finish) / cycles() +
-           0.4 * bytes / memory_rate() + handover_microseconds(kHalfCosts, kWork, division);
+           0.4 * bytes / memory_rate() + handover_microseconds(kGatedSharing, kWork, division);
   }
 
 #if HOPPER_CODE

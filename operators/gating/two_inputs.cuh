@@ -222,10 +222,10 @@ class GatedPair {
     const double bytes =
         sizeof(T) * (1.0 * shape.rows * shape.depth + 1.0 * shape.depth * shape.cols +
                      1.0 * shape.rows * shape.cols) +
-        kHalfCosts.shared_reads * fetched_by_sharers(kWork, sizeof(T), shape.depth, division);
+        kGatedSharing.shared_reads * fetched_by_sharers(kWork, sizeof(T), shape.depth, division);
     return 3.7 +
            (division.rounds * steps * cost.step + division.finished * cost.finish) / cycles() +
-           0.4 * bytes / memory_rate() + handover_microseconds(kHalfCosts, kWork, division);
+           0.4 * bytes / memory_rate() + handover_microseconds(kGatedSharing, kWork, division);
   }
 
   template <class Tile>

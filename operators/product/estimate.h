@@ -77,54 +77,62 @@ struct ProductCosts {
   double shared_steps = 0;  ///< of a step, where clusters are at different places along k
   double shared_reads = 0;  ///< of what these clusters fetch, how much comes from memory
   double in_cluster = 0;    ///< microseconds for each doubling of slices of a cluster
+  double sent = 0;          ///< of each element that a thread sends to the cluster's other slices
   double pair = 0, four = 0, eight = 0;  ///< microseconds until a cluster of so many blocks has met
   double copies = 0, copy = 0;  ///< microseconds of align_rows; and of a copied byte's time
   double once = 0;              ///< microseconds that OneRow saves
 };
 
 /// Of products in 2-byte elements.
-inline constexpr ProductCosts kHalfCosts = {.start = 2.97,
-                                            .multiply = 1,
-                                            .between = 1.52,
-                                            .shared_bytes = 392,
-                                            .l2_bytes = 54.3,
-                                            .least_asking = 0.184,
-                                            .least_cycles = 311,
-                                            .off_line = 1.28,
-                                            .off_sector = 1.71,
-                                            .store = 0.0685,
-                                            .store_alone = 0.0307,
-                                            .narrow = 0.152,
-                                            .narrowest = 0.143,
-                                            .narrow_transposed = 0.0362,
-                                            .tile = 436,
-                                            .burst = 0.0262,
-                                            .narrow_burst = 0.0183,
-                                            .read = 0.439,
-                                            .write_narrow = 0.643,
-                                            .handover = 1.65,
-                                            .piece = 0.179,
-                                            .piece_element = 0.0152,
-                                            .partial = 0.108,
-                                            .shared_steps = 1.15,
-                                            .shared_reads = 0.363,
-                                            .in_cluster = 1.18,
-                                            .four = 0.197,
-                                            .eight = 0.648,
+inline constexpr ProductCosts kHalfCosts = {.start = 2.3,
+                                            .multiply = 0.928,
+                                            .between = 0.828,
+                                            .shared_bytes = 254,
+                                            .l2_bytes = 53.3,
+                                            .least_asking = 0.0671,
+                                            .least_cycles = 237,
+                                            .off_line = 1.08,
+                                            .off_sector = 1.59,
+                                            .store = 0.0605,
+                                            .store_alone = 0.00105,
+                                            .narrow = 0.0331,
+                                            .narrowest = 0.0649,
+                                            .narrow_transposed = 0.0289,
+                                            .tile = 206,
+                                            .burst = 0.000482,
+                                            .narrow_burst = 0.0202,
+                                            .read = 0.7,
+                                            .write = 0.866,
+                                            .write_narrow = 0.834,
+                                            .handover = 0.575,
+                                            .piece = 0.00623,
+                                            .piece_element = 0.0106,
+                                            .partial = 0.13,
+                                            .shared_steps = 1.01,
+                                            .shared_reads = 0.15,
+                                            .in_cluster = 0.174,
+                                            .sent = 0.0401,
+                                            .pair = 0.52,
+                                            .four = 0.483,
+                                            .eight = 0.614,
                                             .once = 0.0025};
 inline constexpr StepFactor kHalfSteps[] = {
-    {104, 128, true, 4, 2, 0.989},  {112, 128, true, 2, 1, 1.089},  {112, 128, true, 4, 2, 1.008},
-    {128, 128, false, 1, 1, 1.250}, {128, 128, false, 2, 2, 1.051}, {128, 128, true, 2, 1, 1.082},
-    {128, 144, false, 4, 2, 1.040}, {128, 192, false, 2, 1, 0.921}, {128, 256, false, 2, 1, 0.976},
-    {144, 128, true, 2, 2, 1.024},  {144, 192, true, 2, 2, 1.019},  {152, 192, true, 1, 2, 1.003},
-    {152, 256, true, 1, 2, 0.977},  {160, 192, true, 2, 1, 0.976},  {160, 192, true, 2, 2, 1.053},
-    {160, 256, true, 2, 1, 1.022},  {176, 192, true, 2, 1, 0.959},  {184, 192, true, 1, 2, 0.953},
-    {192, 192, false, 1, 2, 0.977}, {200, 128, true, 1, 2, 0.975},  {208, 192, true, 1, 2, 1.064},
-    {232, 128, true, 1, 2, 0.929},  {240, 128, true, 1, 2, 0.960},  {256, 128, true, 1, 2, 0.980},
-    {288, 128, true, 1, 2, 1.039},  {64, 128, false, 1, 1, 1.111},  {64, 128, false, 2, 1, 1.074},
-    {64, 128, false, 4, 1, 0.885},  {64, 192, false, 4, 2, 0.998},  {64, 64, false, 1, 1, 0.951},
-    {64, 64, false, 2, 4, 1.012},   {72, 128, true, 2, 4, 1.058},   {96, 192, true, 2, 1, 0.961},
-    {96, 64, true, 2, 4, 1.122}};
+    {32, 128, true, 1, 1, 1.201},   {48, 64, true, 2, 1, 0.891},    {56, 64, true, 4, 1, 0.873},
+    {64, 64, false, 1, 1, 0.923},   {64, 64, true, 4, 1, 0.870},    {64, 128, false, 1, 1, 1.034},
+    {64, 128, false, 2, 1, 0.961},  {64, 128, false, 4, 1, 0.928},  {64, 192, false, 4, 1, 0.944},
+    {64, 192, false, 4, 2, 1.046},  {72, 128, true, 2, 4, 1.109},   {80, 128, true, 2, 1, 1.053},
+    {80, 128, true, 4, 2, 1.090},   {88, 64, true, 1, 2, 1.094},    {88, 64, true, 1, 4, 1.143},
+    {96, 128, true, 1, 2, 1.106},   {96, 128, true, 2, 2, 1.040},   {96, 192, true, 2, 1, 0.958},
+    {104, 128, true, 4, 2, 1.036},  {112, 128, true, 4, 2, 1.002},  {112, 192, true, 2, 1, 0.962},
+    {112, 192, true, 4, 2, 1.022},  {120, 128, true, 2, 1, 0.978},  {128, 128, false, 2, 2, 1.028},
+    {128, 128, true, 2, 1, 0.956},  {128, 144, false, 4, 2, 1.089}, {128, 160, false, 4, 1, 0.994},
+    {128, 192, false, 2, 1, 0.962}, {128, 256, false, 2, 1, 1.020}, {136, 128, true, 1, 2, 0.969},
+    {136, 128, true, 1, 4, 0.973},  {144, 128, true, 2, 2, 1.019},  {152, 256, true, 1, 2, 1.009},
+    {160, 192, true, 2, 1, 0.983},  {160, 256, true, 2, 1, 1.054},  {168, 128, true, 1, 2, 0.960},
+    {168, 128, true, 2, 1, 0.939},  {176, 128, true, 1, 4, 0.976},  {176, 192, true, 2, 1, 0.994},
+    {184, 128, true, 1, 2, 0.978},  {192, 64, false, 2, 2, 1.194},  {192, 192, false, 1, 2, 1.001},
+    {208, 128, true, 1, 2, 0.981},  {232, 128, true, 1, 2, 0.982},  {240, 128, true, 1, 2, 0.986},
+    {256, 128, true, 1, 2, 1.011}};
 
 /// Of products in TF32.
 inline constexpr ProductCosts kTf32Costs = {.start = 3.6,
@@ -277,7 +285,9 @@ inline double product_microseconds(const ProductCosts& cost, const TileWork& til
           : of_cluster >= 4 ? cost.four
           : of_cluster >= 2 ? cost.pair
                             : 0;
+  const double others = 1 - 1.0 / division.slices_of_cluster;  // how much of a sum is for others
   more += cost.in_cluster * std::log2(division.slices_of_cluster) +
+          cost.sent * tile.rows * tile.cols / tile.consumers / 128 * others +
           handover_microseconds(cost, tile, division);
   constexpr double kOverlap = 1.7;  // between a sum (1) and the longer one (infinity)
   return more + std::pow(std::pow(busy, kOverlap) + std::pow(memory, kOverlap), 1 / kOverlap);

@@ -13,6 +13,9 @@
 //     but B comes in boxes of 64, and rows of A only 64 at a time. So the product is transposed
 //     (TransposedTiles): C^T = B^T A^T has 64 columns of B on the left, and on the right as many
 //     rows of A as suit N.
+//   - At 2222 x 104 there are 70 tiles of 64 x 64. Of 64 columns by 56 rows there are 80, and
+//     blocks of a cluster share B. A stage of such a tile is small: 14 of them may be on their way
+//     at the same time.
 //   - At N = 1800 every other row begins in the middle of a sector of 32 bytes, and copies are
 //     slow. Four tiles in a cluster, two by two, fetch a third less than two do.
 //   - Where no size fits, the tiles of the last two rounds are divided along k, so that clusters
@@ -65,14 +68,15 @@ class HalfProduct {
     if constexpr (kSums) {
       offer_slices<Tiles<T, 64, 128, 1, 1, 2>, 4>(ways, self);
     } else {
-      offer_slices<Tiles<T, 64, 64, 1, 1, 1>, 4>(ways, self);
-      offer_slices<Tiles<T, 64, 128, 1, 1, 2>, 4>(ways, self);
-      offer_slices<Tiles<T, 128, 128, 1, 1, 2>, 2>(ways, self);
-      offer_slices<Tiles<T, 128, 128, 1, 1, 2>, 4>(ways, self);
-      offer_slices<Tiles<T, 64, 128, 2, 1, 2>, 2>(ways, self);
+      offer_slices<Tiles<T, 128, 192, 2, 1, 2>, 2>(ways, self);
       offer_slices<Tiles<T, 128, 128, 2, 2, 2>, 2>(ways, self);
-      offer_slices<OneRow<Tiles<T, 64, 64, 1, 1, 1>>, 4>(ways, self);
+      offer_slices<Tiles<T, 192, 64, 2, 2, 1>, 2>(ways, self);
+      offer_slices<Tiles<T, 64, 192, 4, 1, 2>, 2>(ways, self);
+      offer_slices<Tiles<T, 64, 128, 2, 1, 2>, 2>(ways, self);
+      offer_slices<Tiles<T, 64, 128, 4, 1, 2>, 2>(ways, self);
+      offer_slices<Tiles<T, 64, 64, 1, 1, 1>, 8>(ways, self);
       offer_slices<OneRow<Tiles<T, 64, 128, 1, 1, 2>>, 2>(ways, self);
+      offer_slices<OneRow<Tiles<T, 64, 64, 1, 1, 1>>, 4>(ways, self);
     }
     exchange_.allocate(caller_.workspace);
     std::vector<Way> found = ways.found();
@@ -97,24 +101,27 @@ class HalfProduct {
   // also boxes for results). These were chosen among more tiles, as those that lose the least at
   // shapes of all sizes; the ones of OneRow are for few rows, and those in slices of clusters that
   // share copies for a long k.
-  using ManyTiles =
-      TileChoice<Tiles<T, 128, 256, 2, 1, 2>, Tiles<T, 128, 192, 2, 1, 3>,
-                 Tiles<T, 192, 192, 1, 2, 1>, Tiles<T, 128, 144, 4, 2, 1>,
-                 Tiles<T, 64, 192, 4, 2, 3>, Tiles<T, 64, 128, 1, 1, 2>, Tiles<T, 64, 128, 2, 1, 2>,
-                 Tiles<T, 64, 128, 4, 1, 2>, Tiles<T, 64, 64, 1, 1, 1>, Tiles<T, 64, 64, 2, 4, 1>,
-                 TransposedTiles<T, 160, 256, 2, 1>, TransposedTiles<T, 152, 256, 1, 2>,
-                 TransposedTiles<T, 288, 128, 1, 2>, TransposedTiles<T, 256, 128, 1, 2>,
-                 TransposedTiles<T, 240, 128, 1, 2>, TransposedTiles<T, 232, 128, 1, 2>,
-                 TransposedTiles<T, 200, 128, 1, 2>, TransposedTiles<T, 208, 192, 1, 2>,
-                 TransposedTiles<T, 184, 192, 1, 2>, TransposedTiles<T, 176, 192, 2, 1>,
-                 TransposedTiles<T, 160, 192, 2, 1>, TransposedTiles<T, 160, 192, 2, 2>,
-                 TransposedTiles<T, 152, 192, 1, 2>, TransposedTiles<T, 144, 192, 2, 2>,
-                 TransposedTiles<T, 96, 192, 2, 1>, TransposedTiles<T, 144, 128, 2, 2>,
-                 TransposedTiles<T, 128, 128, 2, 1>, TransposedTiles<T, 112, 128, 2, 1>,
-                 TransposedTiles<T, 112, 128, 4, 2>, TransposedTiles<T, 104, 128, 4, 2>,
-                 TransposedTiles<T, 72, 128, 2, 4>, TransposedTiles<T, 96, 64, 2, 4>,
-                 OneRow<TransposedTiles<T, 32, 128, 1, 1>>, OneRow<Tiles<T, 64, 128, 2, 1, 2>>,
-                 OneRow<TransposedTiles<T, 128, 128, 2, 1>>, OneRow<Tiles<T, 128, 192, 2, 1, 3>>>;
+  using ManyTiles = TileChoice<
+      Tiles<T, 192, 192, 1, 2, 1>, Tiles<T, 128, 256, 2, 1, 2>, Tiles<T, 128, 192, 2, 1, 3>,
+      Tiles<T, 128, 160, 4, 1, 2>, Tiles<T, 128, 144, 4, 2, 1>, Tiles<T, 64, 192, 4, 2, 3>,
+      Tiles<T, 64, 128, 1, 1, 2>, Tiles<T, 64, 128, 4, 1, 2>, Tiles<T, 64, 64, 1, 1, 1>,
+      TransposedTiles<T, 160, 256, 2, 1>, TransposedTiles<T, 152, 256, 1, 2>,
+      TransposedTiles<T, 176, 192, 2, 1>, TransposedTiles<T, 256, 128, 1, 2>,
+      TransposedTiles<T, 240, 128, 1, 2>, TransposedTiles<T, 160, 192, 2, 1>,
+      TransposedTiles<T, 232, 128, 1, 2>, TransposedTiles<T, 208, 128, 1, 2>,
+      TransposedTiles<T, 184, 128, 1, 2>, TransposedTiles<T, 176, 128, 1, 4>,
+      TransposedTiles<T, 168, 128, 1, 2>, TransposedTiles<T, 168, 128, 2, 1>,
+      TransposedTiles<T, 112, 192, 4, 2>, TransposedTiles<T, 112, 192, 2, 1>,
+      TransposedTiles<T, 96, 192, 2, 1>, TransposedTiles<T, 144, 128, 2, 2>,
+      TransposedTiles<T, 136, 128, 1, 2>, TransposedTiles<T, 136, 128, 1, 4>,
+      TransposedTiles<T, 120, 128, 2, 1>, TransposedTiles<T, 112, 128, 4, 2>,
+      TransposedTiles<T, 104, 128, 4, 2>, TransposedTiles<T, 96, 128, 1, 2>,
+      TransposedTiles<T, 96, 128, 2, 2>, TransposedTiles<T, 80, 128, 2, 1>,
+      TransposedTiles<T, 80, 128, 4, 2>, TransposedTiles<T, 72, 128, 2, 4>,
+      TransposedTiles<T, 88, 64, 1, 2>, TransposedTiles<T, 88, 64, 1, 4>,
+      TransposedTiles<T, 64, 64, 4, 1>, TransposedTiles<T, 56, 64, 4, 1>,
+      TransposedTiles<T, 48, 64, 2, 1>, OneRow<Tiles<T, 64, 128, 2, 1, 2>>,
+      OneRow<TransposedTiles<T, 128, 128, 2, 1>>, OneRow<TransposedTiles<T, 32, 128, 1, 1>>>;
 
   // Of sums in fp32: each of these is a kernel more to compile, for large shapes, for small ones
   // and for few rows.

@@ -262,7 +262,7 @@ bool suits(const ProductShape& shape) {
 
 template <class Tile>
 inline constexpr bool kIsTransposed = requires {
-  Tile::kSumRows;
+  Tile::kSumBoxes;
 };
 
 /// What a block of a Tile of 2-byte elements does.
@@ -439,7 +439,9 @@ inline void offer_slices(Ways& ways, SharedSums& sums, const WorkFacts& work,
   const bool wanted = ways.offer(plan.microseconds, work.id(Divided::in_slices, plan.slices), [&] {
     return Way{work.name_of_tile() + "; slices: " + std::to_string(plan.slices) +
                    "; of a cluster: " + std::to_string(work.slices_of_cluster) +
-                   (work.shares_copies ? "; that share copies" : ""),
+                   (work.shares_copies ? "; that share copies: " + std::to_string(work.stack) +
+                                             " x " + std::to_string(work.side)
+                                       : ""),
                plan.microseconds, [launch, plan] { launch(plan); }, work.shared_bytes};
   });
   if (!wanted) return;

@@ -86,48 +86,36 @@ struct Tiles : TileShape<T, kRows, kColumns, kStackedTiles, kSideTiles, kOutBoxe
 #endif
 };
 
-/// Whether consumers divide the rows of a transposed tile, not its columns: see TransposedTiles.
-constexpr bool by_rows(int rows, int columns) {
-  return columns == 64 || rows > (columns == 192 ? 192 : 256);
-}
-
-/// The same transposed (TransposedSum), by 64, 128, 192 or 256 columns. The number of rows is a
-/// multiple of 8. Consumers divide the columns; of a tile of 64 columns, or of more than 256 rows
-/// (192 if it has 192 columns), two consumers divide the rows. A consumer's sum must fit into its
+/// The same transposed (TransposedSum), by 64, 128, 192 or 256 columns, which the consumers divide.
+/// The number of rows is a multiple of 8, and at most 256. A consumer's sum must fit into its
 /// registers. Shared memory has room for at least 40 rows of each consumer's results, by 64 columns
 /// (or for all), and for as many stages as fit beside it. What the stages leave is room for
 /// results, too.
 template <typename T, int kRows, int kColumns, int kStackedTiles, int kSideTiles>
 struct TransposedTiles : TileShape<T, kRows, kColumns, kStackedTiles, kSideTiles, 2>,
-                         Warpgroups<by_rows(kRows, kColumns) ? 2
-                                    : kColumns % 128 == 0    ? 2
-                                                             : kColumns / 64> {
+                         Warpgroups<kColumns % 128 == 0 ? 2 : kColumns / 64> {
   static constexpr int kBoxes = kColumns / kBoxCols;
-  static constexpr bool kByRows = by_rows(kRows, kColumns);
   static constexpr int kConsumers = TransposedTiles::Warpgroups::kConsumers;
-  static constexpr int kSumRows = kByRows ? kRows / 2 : kRows;
-  static constexpr int kSumBoxes = kByRows ? kBoxes : kBoxes / kConsumers;
-  static constexpr int kLinesRead = kConsumers * kSumBoxes * (64 + kSumRows);  // by wgmma, a step
-  static_assert(kColumns % kBoxCols == 0 && kSumRows % 8 == 0 && kSumRows >= 16);
+  static constexpr int kSumBoxes = kBoxes / kConsumers;
+  static constexpr int kLinesRead = kBoxes * (64 + kRows);  // by wgmma, a step
+  static_assert(kColumns % kBoxCols == 0 && kRows >= 16 && kRows <= 256);
   // That room is two boxes of at most kMost rows. Results leave in as few strips as possible, of
   // kOutRows rows each: a strip waits until the second one before it has left its box.
   static constexpr int kStage = kRows + kColumns, kMostRows = kSharedRoom / 128;  // of 128 bytes
-  static constexpr int kLeast = kConsumers * (kSumRows < 40 ? kSumRows : 40);
+  static constexpr int kLeast = kConsumers * (kRows < 40 ? kRows : 40);
   static constexpr int kLeft = (kMostRows - (kMostRows - kLeast) / kStage * kStage) / kConsumers;
-  static constexpr int kMost = kLeft / 16 * 8, kStrips = (kSumRows + kMost - 1) / kMost;
-  static constexpr int kOutRows = (kSumRows + 8 * kStrips - 1) / (8 * kStrips) * 8;
-  using TileSum = TransposedSum<kSumRows, kSumBoxes>;
+  static constexpr int kMost = kLeft / 16 * 8, kStrips = (kRows + kMost - 1) / kMost;
+  static constexpr int kOutRows = (kRows + 8 * kStrips - 1) / (8 * kStrips) * 8;
+  using TileSum = TransposedSum<kRows, kSumBoxes>;
 
-  __host__ __device__ static constexpr int row_of(int consumer) {
-    return kByRows ? kSumRows * consumer : 0;
-  }
+  __host__ __device__ static constexpr int row_of(int) { return 0; }
   __host__ __device__ static constexpr int col_of(int consumer) {
-    return kByRows ? 0 : kBoxCols * kSumBoxes * consumer;
+    return kBoxCols * kSumBoxes * consumer;
   }
 #if HOPPER_CODE
   template <class Stage>
   __device__ static void start_product(TileSum& sum, const Stage& stage, int consumer, bool add) {
-    sum.start_product(stage.a.rows(row_of(consumer)), stage.b, col_of(consumer) / kBoxCols, add);
+    sum.start_product(stage.a.rows(0), stage.b, kSumBoxes * consumer, add);
   }
 #endif
 };

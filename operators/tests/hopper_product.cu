@@ -28,6 +28,7 @@ static_assert(Schedule<SmallTile>::kTile.tiles_of({1 << 28, 8, 8}) > Timetable::
 static_assert(Schedule<SmallTile>::kTile.tiles_of({1 << 17, 1 << 15, 8}) == 1 << 20);
 static_assert(Schedule<SmallTile>({64 * 100, 64 * 2, 1 << 20}, 66, true).shared == 68);
 static_assert(Schedule<SmallTile>({64 * 100, 64 * 2, 1 << 25}, 66, true).shared == 0);
+static_assert(kIsTransposed<TransposedTiles<half, 56, 64, 4, 1>> && !kIsTransposed<SmallTile>);
 
 /// A rows x cols matrix of T, of numbers that it holds, in device memory, its rows `stride` apart.
 /// What is between them, and behind the last one, is NaN.
@@ -255,13 +256,13 @@ int main(int argc, char** argv) {
   ok = right<Tiles<half, 192, 64, 1, 2, 1>>(shape, false, false) && ok;
   ok =
       right<Tiles<half, 64, 112, 2, 4, 1>>(shape, false, false) && ok;  // four share each tile of A
-  ok = right<TransposedTiles<half, 288, 128, 1, 2>>(shape, true, false) &&
-       ok;  // consumers side by rows
+  ok = right<TransposedTiles<half, 176, 128, 1, 4>>(shape, true, false) && ok;
   ok = right<TransposedTiles<half, 72, 128, 2, 4>>(shape, false, false) && ok;  // strips of 18 rows
   ok = right<TransposedTiles<half, 200, 128, 1, 2>>(shape, false, false) && ok;
   ok = right<TransposedTiles<half, 232, 128, 1, 2>>(shape, false, false) && ok;
   ok = right<TransposedTiles<half, 112, 192, 4, 2>>(shape, true, true) && ok;
-  ok = right<TransposedTiles<half, 96, 64, 2, 4>>(shape, false, false) &&
+  ok = right<TransposedTiles<half, 88, 64, 1, 4>>(shape, false, false) && ok;  // 22 rows of A each
+  ok = right<TransposedTiles<half, 56, 64, 4, 1>>(shape, true, false) &&
        ok;  // all columns are a box
   ok = right<TransposedTiles<half, 152, 256, 1, 2>>(shape, true, true) &&
        ok;  // results leave in strips

@@ -96,16 +96,21 @@ __device__ inline void wgmma_wait() {
 #define HOPPER_R16 HOPPER_R8 ", %8, %9, %10, %11, %12, %13, %14, %15"
 #define HOPPER_R20 HOPPER_R16 ", %16, %17, %18, %19"
 #define HOPPER_R24 HOPPER_R16 ", %16, %17, %18, %19, %20, %21, %22, %23"
+#define HOPPER_R28 HOPPER_R24 ", %24, %25, %26, %27"
 #define HOPPER_R32 HOPPER_R24 ", %24, %25, %26, %27, %28, %29, %30, %31"
 #define HOPPER_R36 HOPPER_R32 ", %32, %33, %34, %35"
 #define HOPPER_R40 HOPPER_R32 ", %32, %33, %34, %35, %36, %37, %38, %39"
+#define HOPPER_R44 HOPPER_R40 ", %40, %41, %42, %43"
 #define HOPPER_R48 HOPPER_R40 ", %40, %41, %42, %43, %44, %45, %46, %47"
 #define HOPPER_R52 HOPPER_R48 ", %48, %49, %50, %51"
 #define HOPPER_R56 HOPPER_R48 ", %48, %49, %50, %51, %52, %53, %54, %55"
+#define HOPPER_R60 HOPPER_R56 ", %56, %57, %58, %59"
 #define HOPPER_R64 HOPPER_R56 ", %56, %57, %58, %59, %60, %61, %62, %63"
+#define HOPPER_R68 HOPPER_R64 ", %64, %65, %66, %67"
 #define HOPPER_R72 HOPPER_R64 ", %64, %65, %66, %67, %68, %69, %70, %71"
 #define HOPPER_R76 HOPPER_R72 ", %72, %73, %74, %75"
 #define HOPPER_R80 HOPPER_R72 ", %72, %73, %74, %75, %76, %77, %78, %79"
+#define HOPPER_R84 HOPPER_R80 ", %80, %81, %82, %83"
 #define HOPPER_R88 HOPPER_R80 ", %80, %81, %82, %83, %84, %85, %86, %87"
 #define HOPPER_R92 HOPPER_R88 ", %88, %89, %90, %91"
 #define HOPPER_R96 HOPPER_R88 ", %88, %89, %90, %91, %92, %93, %94, %95"
@@ -164,6 +169,9 @@ __device__ inline void wgmma(float (&sum)[kCount], uint64_t a, uint64_t b, bool 
   } else if constexpr (kCount == 24) {
     HOPPER_WGMMA("48", HOPPER_R24, "%24", "%25", "%26", "1, 1, %27, %28", HOPPER_SHARED_A,
                  HOPPER_SUM8(0), HOPPER_SUM8(8), HOPPER_SUM8(16))
+  } else if constexpr (kCount == 28) {
+    HOPPER_WGMMA("56", HOPPER_R28, "%28", "%29", "%30", "1, 1, %31, %32", HOPPER_SHARED_A,
+                 HOPPER_SUM8(0), HOPPER_SUM8(8), HOPPER_SUM8(16), HOPPER_SUM4(24))
   } else if constexpr (kCount == 32) {
     HOPPER_WGMMA("64", HOPPER_R32, "%32", "%33", "%34", "1, 1, %35, %36", HOPPER_SHARED_A,
                  HOPPER_SUM32(0))
@@ -173,6 +181,9 @@ __device__ inline void wgmma(float (&sum)[kCount], uint64_t a, uint64_t b, bool 
   } else if constexpr (kCount == 40) {
     HOPPER_WGMMA("80", HOPPER_R40, "%40", "%41", "%42", "1, 1, %43, %44", HOPPER_SHARED_A,
                  HOPPER_SUM32(0), HOPPER_SUM8(32))
+  } else if constexpr (kCount == 44) {
+    HOPPER_WGMMA("88", HOPPER_R44, "%44", "%45", "%46", "1, 1, %47, %48", HOPPER_SHARED_A,
+                 HOPPER_SUM32(0), HOPPER_SUM8(32), HOPPER_SUM4(40))
   } else if constexpr (kCount == 48) {
     HOPPER_WGMMA("96", HOPPER_R48, "%48", "%49", "%50", "1, 1, %51, %52", HOPPER_SHARED_A,
                  HOPPER_SUM32(0), HOPPER_SUM8(32), HOPPER_SUM8(40))
@@ -182,9 +193,16 @@ __device__ inline void wgmma(float (&sum)[kCount], uint64_t a, uint64_t b, bool 
   } else if constexpr (kCount == 56) {
     HOPPER_WGMMA("112", HOPPER_R56, "%56", "%57", "%58", "1, 1, %59, %60", HOPPER_SHARED_A,
                  HOPPER_SUM32(0), HOPPER_SUM8(32), HOPPER_SUM8(40), HOPPER_SUM8(48))
+  } else if constexpr (kCount == 60) {
+    HOPPER_WGMMA("120", HOPPER_R60, "%60", "%61", "%62", "1, 1, %63, %64", HOPPER_SHARED_A,
+                 HOPPER_SUM32(0), HOPPER_SUM8(32), HOPPER_SUM8(40), HOPPER_SUM8(48),
+                 HOPPER_SUM4(56))
   } else if constexpr (kCount == 64) {
     HOPPER_WGMMA("128", HOPPER_R64, "%64", "%65", "%66", "1, 1, %67, %68", HOPPER_SHARED_A,
                  HOPPER_SUM32(0), HOPPER_SUM32(32))
+  } else if constexpr (kCount == 68) {
+    HOPPER_WGMMA("136", HOPPER_R68, "%68", "%69", "%70", "1, 1, %71, %72", HOPPER_SHARED_A,
+                 HOPPER_SUM32(0), HOPPER_SUM32(32), HOPPER_SUM4(64))
   } else if constexpr (kCount == 72) {
     HOPPER_WGMMA("144", HOPPER_R72, "%72", "%73", "%74", "1, 1, %75, %76", HOPPER_SHARED_A,
                  HOPPER_SUM32(0), HOPPER_SUM32(32), HOPPER_SUM8(64))
@@ -194,6 +212,10 @@ __device__ inline void wgmma(float (&sum)[kCount], uint64_t a, uint64_t b, bool 
   } else if constexpr (kCount == 80) {
     HOPPER_WGMMA("160", HOPPER_R80, "%80", "%81", "%82", "1, 1, %83, %84", HOPPER_SHARED_A,
                  HOPPER_SUM32(0), HOPPER_SUM32(32), HOPPER_SUM8(64), HOPPER_SUM8(72))
+  } else if constexpr (kCount == 84) {
+    HOPPER_WGMMA("168", HOPPER_R84, "%84", "%85", "%86", "1, 1, %87, %88", HOPPER_SHARED_A,
+                 HOPPER_SUM32(0), HOPPER_SUM32(32), HOPPER_SUM8(64), HOPPER_SUM8(72),
+                 HOPPER_SUM4(80))
   } else if constexpr (kCount == 88) {
     HOPPER_WGMMA("176", HOPPER_R88, "%88", "%89", "%90", "1, 1, %91, %92", HOPPER_SHARED_A,
                  HOPPER_SUM32(0), HOPPER_SUM32(32), HOPPER_SUM8(64), HOPPER_SUM8(72),
@@ -208,6 +230,9 @@ __device__ inline void wgmma(float (&sum)[kCount], uint64_t a, uint64_t b, bool 
   } else if constexpr (kCount == 100) {
     HOPPER_WGMMA("200", HOPPER_R100, "%100", "%101", "%102", "1, 1, %103, %104", HOPPER_SHARED_A,
                  HOPPER_SUM32(0), HOPPER_SUM32(32), HOPPER_SUM32(64), HOPPER_SUM4(96))
+  } else if constexpr (kCount == 104) {
+    HOPPER_WGMMA("208", HOPPER_R104, "%104", "%105", "%106", "1, 1, %107, %108", HOPPER_SHARED_A,
+                 HOPPER_SUM32(0), HOPPER_SUM32(32), HOPPER_SUM32(64), HOPPER_SUM8(96))
   } else if constexpr (kCount == 116) {
     HOPPER_WGMMA("232", HOPPER_R116, "%116", "%117", "%118", "1, 1, %119, %120", HOPPER_SHARED_A,
                  HOPPER_SUM32(0), HOPPER_SUM32(32), HOPPER_SUM32(64), HOPPER_SUM8(96),
