@@ -359,9 +359,26 @@ __global__ void __launch_bounds__(MmaTile<T, kWidth>::kThreads, 2)
 // queries by 64 columns of dQ, a *part*. With a width of 64 a tile has 128 queries, and each
 // consumer has half of them; with a width of 128 it has 64, and each has half of the columns.
 //
-// The consumers meet once a step: when all of dS^T is there. dS^T has two places, and the next step
-// writes the other one. So a consumer that is ahead does not overwrite what the other one still
-// reads. With one place they would have to meet a second time, when both have read it.
+// Who waits for whom. A part of dQ needs dS^T of both consumers. If a consumer waited for the other
+// one's dS^T of this step, the two would meet in each step. Then both compute exponentials at the
+// same time, and the tensor cores have nothing to do; after that both have products, and one waits
+// for the other. So dQ is *late*: a consumer writes its dS^T of this step, but computes dQ of the
+// step before. The other one has usually written its dS^T of that step long ago. So nobody has to
+// wait, the two are at different places of a step, and while one computes exponentials, products of
+// the other one run. dQ of the last step comes behind the loop.
+//
+// dS^T has two places, one for even and one for odd steps. Each has two barriers:
+//
+//     dS_full    both consumers have written dS^T of a step: now both may compute its dQ
+//     dS_empty   both have computed its dQ: now both may write dS^T of the step after the next one
+//
+// So one consumer may be ahead of the other by more than half a step, but not by two.
+//
+// That is so where kLate is true: with a width of 64, which has twice as many exponentials as 128
+// for as many products, if a block has more than a few steps. Elsewhere dQ of the last step, which
+// comes behind the loop, takes longer than waiting would. There the consumers meet once in each
+// step, when all of dS^T is there. The next step writes the other place. So a consumer that is
+// ahead after that does not overwrite what the other one still reads.
 //
 // Nobody but attention_finish_parts reads the sums in memory, so they may lie there in any order.
 // Here it is that of the registers. Of a part a thread has 32 numbers, in eight groups of four. For
@@ -417,7 +434,7 @@ struct HopperShared : HopperTile<kWidth> {
   Box<T, Tile::kKeys> dS[2][Tile::kQueries / 64];     // transposed: 128 keys by 64 queries each
   float4 parts[2][Tile::kPartFloats / 4 / 128][128];  // of each consumer, for the copy engine
   Pipeline<Stage, Tile::kStages> pipeline;
-  Barrier KV_full, part_full[2], part_empty[2];
+  Barrier KV_full, dS_full[2], dS_empty[2], part_full[2], part_empty[2];
 };
 
 // As the copy engine sees them: matrices (S or T, heads * width), one a batch.
@@ -449,7 +466,7 @@ __device__ inline void add_quad(float4* to, float4 sums) {
 }
 
 // A block's place, its producer, and the parts of a consumer's step.
-template <typename T, int kWidth, Adding kAdding>
+template <typename T, int kWidth, Adding kAdding, bool kLate>
 struct HopperBlock : HopperTile<kWidth> {
   static constexpr bool kInOrder = kAdding == Adding::in_order;
   using Tile = HopperTile<kWidth>;
@@ -481,7 +498,9 @@ struct HopperBlock : HopperTile<kWidth> {
       // copies, and 32 lanes have written the logarithms and D.
       prepare(shared.pipeline, 2, 1 + 32);
       barrier_init(&shared.KV_full, 1);
-      for (int i = 0; kInOrder && i < 2; ++i) {
+      for (int i = 0; i < 2; ++i) {
+        barrier_init(&shared.dS_full[i], 8);    // the warps of both consumers
+        barrier_init(&shared.dS_empty[i], 2);   // a thread of each
         barrier_init(&shared.part_full[i], 4);  // the warps of a consumer
         barrier_init(&shared.part_empty[i], 1);
       }
@@ -610,19 +629,44 @@ struct HopperBlock : HopperTile<kWidth> {
       }
     }
   }
-  // The consumer's part of dQ = dS K, of all 128 keys.
+  // Waits until both have computed dQ of two steps ago, so that hand_over() may write where its
+  // dS^T was. On a new barrier parity 1 is over: in the first two steps nobody waits.
+  __device__ __forceinline__ void wait_for_place(int step) const {
+    if constexpr (kLate) barrier_wait(&shared.dS_empty[step % 2], step / 2 % 2 ^ 1);
+  }
+  // Writes the consumer's rows of dS^T, and tells both.
+  __device__ __forceinline__ void hand_over(const Product& dS, int step) const {
+#pragma unroll
+    for (int box = 0; box < Tile::kQueries / 64; ++box) {
+      auto& own = reinterpret_cast<Box<T, 64>&>(*shared.dS[step % 2][box].row(64 * consumer));
+      dS.store(own, 64 * box, [&](int i) { return dS.elements[i]; });
+    }
+    shared_fence();
+    if constexpr (kLate) {
+      __syncwarp();
+      if (threadIdx.x % 32 == 0) barrier_arrive(&shared.dS_full[step % 2]);
+    } else {
+      named_barrier(1, 256);  // all of dS^T is there
+    }
+  }
+  // The consumer's part of dQ = dS K, of all 128 keys, when both have handed over dS^T. There is no
+  // step -1: then nobody waits, the product reads whatever lies in shared memory, and its result is
+  // not used. (Where it was left out in the first step, ptxas serialized all products of the loop.)
   __device__ __forceinline__ void start_part(Sum<64>& part, int step) const {
     const bool halves = kWidth == 64;  // of the queries, or else of the columns
+    if (kLate && step >= 0) barrier_wait(&shared.dS_full[step & 1], step / 2 % 2);
     part.template start_product<Tile::kKeys / 16>(
-        shared.dS[step % 2][halves ? consumer : 0].across_k(),
+        shared.dS[step & 1][halves ? consumer : 0].across_k(),
         shared.K[halves ? 0 : consumer].across_k(), false);
   }
   __device__ __forceinline__ size_t part_of_step(int step, int of_consumer) const {
     return part_of<T, kWidth>(in, batch, head_of(step), tile_of(step), of_consumer);
   }
-  // Adds the part to its sums in memory: from registers, or by way of shared memory.
+  // Adds the part, which has been computed, to its sums in memory: from registers, or by way of
+  // shared memory. This consumer does not read dS^T of that step any longer, and says so.
   __device__ __forceinline__ void add_part(const Sum<64>& part, int step) const {
     const int thread = threadIdx.x % 128;
+    if (kLate && thread == 0) barrier_arrive(&shared.dS_empty[step % 2]);
     const auto quad = [&](int i) {
       const float* const of = &part.elements[4 * i];
       return make_float4(of[0], of[1], of[2], of[3]);
@@ -722,13 +766,13 @@ struct HopperBlock : HopperTile<kWidth> {
 };
 #endif
 
-template <typename T, int kWidth, Adding kAdding>
+template <typename T, int kWidth, Adding kAdding, bool kLate>
 __global__ void __launch_bounds__(HopperTile<kWidth>::kThreads, 1)
     attention_backward_hopper(const __grid_constant__ HopperMaps maps,
                               const __grid_constant__ Operands<T> in) {
 #if HOPPER_CODE
   extern __shared__ __align__(1024) char bytes[];
-  using Block = HopperBlock<T, kWidth, kAdding>;
+  using Block = HopperBlock<T, kWidth, kAdding, kLate>;
   const Block block(bytes, maps, in);
   auto& shared = block.shared;
   if (warp_of_block() < 4) {
@@ -760,24 +804,25 @@ __global__ void __launch_bounds__(HopperTile<kWidth>::kThreads, 1)
       // across_k() reads the boxes behind this one, too.
       dV.template start_product<kOfQueries>(P_factor, stage.d_out[0].across_k(), true);
       wgmma_wait<1>();  // for dP
+      // Not just before hand_over(): there fewer registers are free, and some spilled.
+      block.wait_for_place(step);
       block.to_gradients(dS, P, P_factor, stage);
       block.to_factor(dS_factor, dS);
-#pragma unroll
-      for (int box = 0; box < Block::kQueries / 64; ++box) {
-        auto& own =
-            reinterpret_cast<Box<T, 64>&>(*shared.dS[step % 2][box].row(64 * block.consumer));
-        dS.store(own, 64 * box, [&](int i) { return dS.elements[i]; });
-      }
-      shared_fence();
-      named_barrier(1, 256);  // all of dS^T is there
-      block.start_part(dQ, step);
+      block.hand_over(dS, step);
+      const int dQ_step = kLate ? step - 1 : step;
+      block.start_part(dQ, dQ_step);
       dK.template start_product<kOfQueries>(dS_factor, stage.Q[0].across_k(), true);
       wgmma_wait<1>();  // for dQ
-      block.add_part(dQ, step);
+      if (dQ_step >= 0) block.add_part(dQ, dQ_step);
       wgmma_wait<0>();
-      // One thread's arrival, for all: others read log_sums and row_sums before the barrier above.
+      // One thread's arrival, for all: for these products they have read log_sums and row_sums.
       reader.give_back();
       reader.next();
+    }
+    if constexpr (kLate) {
+      block.start_part(dQ, block.steps - 1);
+      wgmma_wait<0>();
+      block.add_part(dQ, block.steps - 1);
     }
     // Both have read K: dK takes its place. dV takes that of the 64 rows of V which only this
     // consumer reads.
@@ -939,7 +984,11 @@ struct Table : AttentionBackwardProblem<T> {
     const dim3 grid =
         kAdding == Adding::in_order ? dim3(tiles * kv_heads * batch) : dim3(tiles, kv_heads, batch);
     const dim3 parts(2 * blocks_for(of.queries, Tile::kQueries), heads, batch);
-    const auto kernel = attention_backward_hopper<T, kWidth, kAdding>;
+    // With a width of 128 both are the same kernel.
+    constexpr bool kMayBeLate = kWidth == 64;
+    const int64_t steps = of.group() * blocks_for(of.queries, Tile::kQueries);
+    const auto kernel = steps > 4 ? attention_backward_hopper<T, kWidth, kAdding, kMayBeLate>
+                                  : attention_backward_hopper<T, kWidth, kAdding, false>;
     allow_shared_bytes(kernel, kBytes);
     row(name, Role::ours,
         [=, this] {

@@ -10,6 +10,7 @@
 
 #include "operators/attention/backward_hopper.cuh"
 #include "operators/attention/backward_portable.cuh"
+#include "operators/attention/backward_short.cuh"
 #include "operators/attention/backward_wide.cuh"
 #include "operators/attention/estimate.h"
 #include "operators/caller.h"
@@ -39,13 +40,16 @@ class BackwardLaunches {
       : memory_(memory),
         shape_(shape),
         scale_(scale),
-        division_(is_hopper() ? division() : BackwardDivision{}),
-        whole_(is_hopper() && shape.keys <= kBackwardKeys &&
-               (!shape.causal || shape.queries <= shape.keys)),
+        short_keys_(is_hopper() ? short_keys() : 0),
+        division_(is_hopper() && short_keys_ == 0 ? division() : BackwardDivision{}),
+        whole_(is_hopper() &&
+               (short_keys_ > 0 ||
+                (shape.keys <= kBackwardKeys && (!shape.causal || shape.queries <= shape.keys)))),
         in_order_(in_order || order_pays()),
         counted_(in_order_ && !whole_ ? counts() : 0),
-        counts_(caller.workspace.any<unsigned>(static_cast<size_t>(counted_ + 1))),
-        row_sums_(caller.workspace.any<float>(static_cast<size_t>(rows()))),
+        counts_(caller.workspace.any<unsigned>(
+            static_cast<size_t>(short_keys_ > 0 ? 0 : counted_ + 1))),
+        row_sums_(caller.workspace.any<float>(static_cast<size_t>(short_keys_ > 0 ? 0 : rows()))),
         dq_sums_(caller.workspace.any<float>(
             static_cast<size_t>(whole_ ? 0 : rows_of_sums() * tile_width()))),
         kv_sums_(caller.workspace.any<float>(
@@ -58,21 +62,25 @@ class BackwardLaunches {
     const auto kernel = attention_backward_hopper<Tile, kInOrder>;
     allow_shared_bytes(kernel, kBytes);
     const BackwardOperands<T> in = operands<Tile>(kInOrder, multiprocessors());
-    const int64_t B = shape_.batch, S = shape_.queries, keys = shape_.keys, g = shape_.group();
-    const int64_t heads = shape_.kv_heads, width = shape_.width;
-    const auto of_queries = [&](const T* tensor, const Strides& by) {
-      return AttentionMaps::map<T>(tensor, by, B, S, heads, g, width, 1, Tile::kQueries);
-    };
-    const auto of_keys = [&](const T* tensor, const Strides& by) {
-      return AttentionMaps::map<T>(tensor, by, B, keys, heads, 1, width, 1, Tile::kKeys);
-    };
-    const BackwardMaps maps{of_queries(in.Q, in.q), of_queries(in.d_out, in.d_o),
-                            of_keys(in.K, in.k), of_keys(in.V, in.v)};
+    const BackwardMaps maps = maps_of<Tile>(in);
     start<Tile::kWidth>(in, kInOrder || whole_ ? 0 : rows_of_sums());
     const int64_t blocks = std::min<int64_t>(items<Tile>(), multiprocessors());
     launch_clusters_on(stream_, kernel, 1, true, blocks_for(blocks, 1), Tile::kThreads, kBytes,
                        maps, in);
     finish<Tile>(in);
+  }
+
+  /// One launch, where a block has all keys.
+  template <class Tile>
+  void launch_short() const {
+    constexpr int kBytes = sizeof(BackwardShortShared<Tile>);
+    const auto kernel = attention_backward_short<Tile>;
+    allow_shared_bytes(kernel, kBytes);
+    const BackwardOperands<T> in = operands<Tile>(false, multiprocessors());
+    const BackwardShortMaps maps{maps_of<Tile>(in), map_of_queries<Tile>(in.out, in.o)};
+    const int64_t blocks = std::min<int64_t>(sequences(), multiprocessors());
+    launch_clusters_on(stream_, kernel, 1, false, blocks_for(blocks, 1), Tile::kThreads, kBytes,
+                       maps, in);
   }
 
   /// For widths above 128.
@@ -82,17 +90,7 @@ class BackwardLaunches {
     const auto kernel = attention_backward_wide<Tile, kInOrder>;
     allow_shared_bytes(kernel, kBytes);
     const BackwardOperands<T> in = operands<Tile>(kInOrder, multiprocessors() / Tile::kBlocks);
-    const int64_t B = shape_.batch, S = shape_.queries, keys = shape_.keys, g = shape_.group();
-    const int64_t heads = shape_.kv_heads, width = shape_.width;
-    const auto of_queries = [&](const T* tensor, const Strides& by) {
-      return AttentionMaps::map<T>(tensor, by, B, S, heads, g, width, 1,
-                                   Tile::kQueries / Tile::kBlocks);
-    };
-    const auto of_keys = [&](const T* tensor, const Strides& by) {
-      return AttentionMaps::map<T>(tensor, by, B, keys, heads, 1, width, 1, Tile::kKeys);
-    };
-    const BackwardMaps maps{of_queries(in.Q, in.q), of_queries(in.d_out, in.d_o),
-                            of_keys(in.K, in.k), of_keys(in.V, in.v)};
+    const BackwardMaps maps = maps_of<Tile>(in);
     start<Tile::kWidth>(in, kInOrder || whole_ ? 0 : rows_of_sums());
     launch_clusters_on(stream_, kernel, Tile::kBlocks, true,
                        blocks_for(items<Tile>() * Tile::kBlocks, 1), Tile::kThreads, kBytes, maps,
@@ -114,6 +112,8 @@ class BackwardLaunches {
             in, static_cast<int>(rows()));
   }
 
+  /// How many keys a block of launch_short() should have; 0: another way is taken.
+  int64_t keys_of_block() const { return short_keys_; }
   /// Whether that is how it is done.
   bool in_order() const { return in_order_; }
   /// For people: which tiles of keys are divided, if any.
@@ -143,30 +143,44 @@ class BackwardLaunches {
   int64_t plain() const { return division_.splits > 1 ? division_.plain : all_key_tiles(); }
   /// How many numbers a split of each of these leaves.
   int64_t sums_of_keys() const { return 2 * divided() * kBackwardKeys * tile_width(); }
-  /// Which tiles of keys of Hopper's kernels are divided among several blocks, or clusters.
-  BackwardDivision division() const {
+  BackwardTiles tiles_of_keys() const {
     const int64_t tile = shape_.width <= 64 ? 128 : 64;
     const double steps = static_cast<double>(shape_.group() * ceil_div(shape_.queries, tile));
     const double all = static_cast<double>(shape_.queries) * static_cast<double>(shape_.keys);
-    return divide(
-        {.tiles = all_key_tiles(),
-         .places = multiprocessors() / (shape_.width <= 128 ? 1 : 2),
-         .steps = steps,
-         .mean_steps = shape_.causal ? std::max(1.0, steps * shape_.pairs() / all) : steps,
-         .step = shape_.width <= 64 ? kBackwardStep64 : kBackwardStep,
-         .bytes = 8.0 * kBackwardKeys * static_cast<double>(tile_width())});
+    return {.tiles = all_key_tiles(),
+            .places = multiprocessors() / (shape_.width <= 128 ? 1 : 2),
+            .steps = steps,
+            .mean_steps = shape_.causal ? std::max(1.0, steps * shape_.pairs() / all) : steps,
+            .step = shape_.width <= 64 ? kBackwardStep64 : kBackwardStep,
+            .bytes = 8.0 * kBackwardKeys * static_cast<double>(tile_width())};
+  }
+  /// Which tiles of keys of Hopper's kernels are divided among several blocks, or clusters.
+  BackwardDivision division() const { return divide(tiles_of_keys()); }
+  /// How many keys a block has of attention_backward_short, if that is the way, or 0.
+  int64_t short_keys() const {
+    if (shape_.width > 64 || shape_.keys > kShortKeys.back().keys) return 0;
+    const BackwardTiles tiles = tiles_of_keys();
+    const auto& of = *std::ranges::find_if(
+        kShortKeys, [&](const ShortKeys& each) { return shape_.keys <= each.keys; });
+    const double steps = static_cast<double>(shape_.group() * ceil_div(shape_.queries, 64));
+    const double took = microseconds(of, sequences(), tiles.places, steps);
+    const double bytes = static_cast<double>(rows() * tile_width()) *
+                         (shape_.keys <= kBackwardKeys ? kWholeBytes : kSumBytes);
+    const double otherwise =
+        microseconds(tiles, divide(tiles)) + kBackwardAround + bytes / kAroundRate;
+    return took < otherwise ? of.keys : 0;
   }
   /// In order a sum need not begin as zeros, and a first block stores its parts. That pays where
   /// the blocks of a sequence need not wait long for each other in the beginning, which are
   /// places / sequences() then, a step one after the other. Only where blocks draw their items:
-  /// then it does not matter in which order they start. Heads of 64 with a causal mask are 2 to 5 %
-  /// faster in any order from 4096 keys on (H200).
+  /// then it does not matter in which order they start. With a causal mask heads of 64 are 4 to 7 %
+  /// faster in any order from 4096 keys on, and heads of 128 3 to 4 % from 2048 keys on (H200).
   bool order_pays() const {
     const int64_t places = multiprocessors();
     if (!is_hopper() || shape_.width > 128 || whole_ || all_key_tiles() <= places || plain() == 0) {
       return false;
     }
-    if (shape_.width <= 64 && shape_.causal && key_tiles() >= 32) return false;
+    if (shape_.causal && key_tiles() >= (shape_.width <= 64 ? 32 : 16)) return false;
     const int64_t tile = shape_.width <= 64 ? 128 : 64;
     const int64_t steps = shape_.group() * ceil_div(shape_.queries, tile);
     const int64_t of_block = all_key_tiles() * steps / places / (shape_.causal ? 2 : 1);
@@ -185,6 +199,22 @@ class BackwardLaunches {
     if (kInOrder) return {tiles * static_cast<unsigned>(sequences())};
     const int64_t rows = std::min<int64_t>(sequences(), 1 << 15);
     return {tiles, static_cast<unsigned>(rows), blocks_for(sequences(), rows)};
+  }
+
+  template <class Tile>
+  CUtensorMap map_of_queries(const T* tensor, const Strides& by) const {
+    return AttentionMaps::map<T>(tensor, by, shape_.batch, shape_.queries, shape_.kv_heads,
+                                 shape_.group(), shape_.width, 1, Tile::kQueries / Tile::kBlocks);
+  }
+  template <class Tile>
+  CUtensorMap map_of_keys(const T* tensor, const Strides& by) const {
+    return AttentionMaps::map<T>(tensor, by, shape_.batch, shape_.keys, shape_.kv_heads, 1,
+                                 shape_.width, 1, Tile::kKeys);
+  }
+  template <class Tile>
+  BackwardMaps maps_of(const BackwardOperands<T>& in) const {
+    return {map_of_queries<Tile>(in.Q, in.q), map_of_queries<Tile>(in.d_out, in.d_o),
+            map_of_keys<Tile>(in.K, in.k), map_of_keys<Tile>(in.V, in.v)};
   }
 
   /// D, and zeros for rows of the sums, and for counts.
@@ -257,6 +287,7 @@ class BackwardLaunches {
   BackwardMemory<T> memory_;
   AttentionShape shape_;
   float scale_;
+  int64_t short_keys_;
   BackwardDivision division_;
   bool whole_, in_order_;
   int64_t counted_;  // parts of dQ, of which each has a count
@@ -277,6 +308,16 @@ class AttentionBackward {
       : launches_(caller, memory, shape, scale, in_order), shape_(shape) {}
 
   std::vector<Way> ways() const {
+    switch (launches_.keys_of_block()) {
+      case 128:
+        return {short_way<BackwardShortTile<T, 2, 1>>()};
+      case 192:
+        return {short_way<BackwardShortTile<T, 3, 1>>()};
+      case 256:
+        return {short_way<BackwardShortTile<T, 2, 2>>()};
+      default:
+        break;
+    }
     const auto of_width = [&]<bool kInOrder>() {
       return shape_.width <= 64    ? way<64, kInOrder>()
              : shape_.width <= 128 ? way<128, kInOrder>()
@@ -293,26 +334,34 @@ class AttentionBackward {
   Way way() const {
     const double flops = 2.5 * shape_.flops();
     const std::string order = kInOrder ? ", in order" : "";
+    const std::string on_hopper = std::string("wgmma, parts of d_q added up by ") +
+                                  (kInOrder ? "the copy engine, in order" : "atomics") +
+                                  launches_.division_words();
     if (is_hopper() && kWidth > 128) {
       using Tile = BackwardWideTile<T, kInOrder>;
-      return {(kInOrder ? "wgmma, parts of d_q added up by the copy engine, in order"
-                        : "wgmma, parts of d_q added up by atomics") +
-                  launches_.division_words(),
-              flops / 450e6, [self = launches_] { self.template launch_wide<Tile, kInOrder>(); },
+      return {on_hopper, flops / 450e6,
+              [self = launches_] { self.template launch_wide<Tile, kInOrder>(); },
               static_cast<int>(sizeof(BackwardWideShared<Tile>))};
     }
     if (is_hopper() && kWidth <= 128) {
       using Tile = BackwardHopperTile<T, kWidth <= 128 ? kWidth : 128>;
-      return {
-          "wgmma, parts of d_q added up by the copy engine" + order + launches_.division_words(),
-          flops / 500e6, [self = launches_] { self.template launch_hopper<Tile, kInOrder>(); },
-          static_cast<int>(sizeof(BackwardHopperShared<Tile>))};
+      return {on_hopper, flops / 500e6,
+              [self = launches_] { self.template launch_hopper<Tile, kInOrder>(); },
+              static_cast<int>(sizeof(BackwardHopperShared<Tile>))};
     }
     using Tile = BackwardTile<T, kWidth>;
     static_assert(sizeof(BackwardShared<Tile>) <= 99 << 10);
     return {"mma.sync, parts of d_q added up by atomics" + order, flops / 200e6,
             [self = launches_] { self.template launch_portable<Tile, kInOrder>(); },
             static_cast<int>(sizeof(BackwardShared<Tile>))};
+  }
+
+  template <class Tile>
+  Way short_way() const {
+    return {"wgmma, all of up to " + std::to_string(Tile::kKeys) + " keys in a block",
+            2.5 * shape_.flops() / 500e6,
+            [self = launches_] { self.template launch_short<Tile>(); },
+            static_cast<int>(sizeof(BackwardShortShared<Tile>))};
   }
 
   BackwardLaunches<T> launches_;

@@ -1,4 +1,4 @@
-// The gradients of attention on Hopper: *reduce-add* and, in order, *deterministic* of
+// The gradients of attention on Hopper: *warp specialization* and, in order, *deterministic* of
 // bonus_attention_backward.cu for rows that lie anywhere, of any width up to 128.
 //
 // An item is 128 keys of a head of K and V, with their dK and dV, and the queries that see them.
@@ -22,11 +22,13 @@
 // faster with a width of 64, which has twice as many exponentials for the same products, and 2 %
 // with 128; but there it is 2 % slower in order, so that the consumers meet.
 //
-// While the products for dV run, a consumer computes dS; while those for dK run, the copy engine
-// adds its part of dQ to the sums in memory. No one but attention_finish_parts reads these, so they
-// lie as they lie in registers: a part is 64 x 64 numbers, element i / 4 of thread t is four of
-// them, and for each i / 4 those of a consumer's 128 threads are neighbours. If there is only one
-// tile of keys, a part is dQ itself, and goes there at once.
+// While the products for dV run, a consumer computes dS; while those for dK run, it adds its part
+// of dQ to the sums in memory, four numbers by an instruction that nobody waits for. (By way of
+// shared memory and the copy engine, as *reduce-add* does it, is up to 4 % slower on an H200: then
+// the warps of a consumer meet.) No one but attention_finish_parts reads these sums, so they lie as
+// they lie in registers: a part is 64 x 64 numbers, element i / 4 of thread t is four of them, and
+// for each i / 4 those of a consumer's 128 threads are neighbours. If there is only one tile of
+// keys, a part is dQ itself, and goes there at once.
 //
 // dK and dV leave from registers, too: four lanes exchange what they have of four groups of eight
 // columns, and each stores one of these, 16 bytes. Few heads of K and V with few keys are fewer
@@ -71,7 +73,7 @@ struct BackwardHopperShared {
   };
   LeftTile<T, Tile::kKeys> K[2][Tile::kBoxes], V[Tile::kBoxes];
   Box<T, Tile::kKeys> dS[2][Tile::kQueries / 64];     // transposed: 128 keys by 64 queries each
-  float4 parts[2][Tile::kPartFloats / 4 / 128][128];  // of dQ, of each consumer
+  float4 parts[2][Tile::kPartFloats / 4 / 128][128];  // of dQ, of each consumer, in order
   Pipeline<Stage, Tile::kStages> pipeline;
   // Of each stage, filled by the producer's threads.
   float log_sums[Tile::kStages][Tile::kQueries], row_sums[Tile::kStages][Tile::kQueries];
@@ -142,6 +144,21 @@ __device__ __forceinline__ void store_rows(const Sum<kCols>& sum, float factor, 
     }
   }
 }
+/// Adds a warpgroup's sums to those in memory, as they lie in registers, four at a time. Each
+/// addition is atomic by itself.
+template <int kCols>
+__device__ __forceinline__ void add_sums(const Sum<kCols>& sum, float* to) {
+#pragma unroll
+  for (int i = 0; i < sum.size() / 4; ++i) {
+    const float* const of = &sum.elements[4 * i];
+    float4* const own = reinterpret_cast<float4*>(to) + 128 * i + threadIdx.x % 128;
+#ifdef CUDA_CPU
+    for (int e = 0; e < 4; ++e) atomicAdd(&own->x + e, of[e]);
+#else
+    atomicAdd(own, make_float4(of[0], of[1], of[2], of[3]));
+#endif
+  }
+}
 /// The sums of a warpgroup, times `factor`, as they lie in registers.
 template <int kCols>
 __device__ __forceinline__ void store_sums(const Sum<kCols>& sum, float factor, float* to) {
@@ -171,13 +188,60 @@ __device__ __forceinline__ void store_key_sums(const BackwardOperands<T>& in, bo
   store_rows(sum, factor, to + key0 * by.row, by.row, in.keys - key0, in.width);
 }
 
+/// What a consumer does with 64 keys and a tile's queries, between two products.
+template <class Tile>
+struct BackwardConsumer {
+  using T = typename Tile::T;
+  using Product = Sum<Tile::kQueries>;                   // 64 keys by a tile's queries
+  using Factor = LeftFragments<T, Tile::kQueries / 16>;  // the same, rounded
+
+  /// Logits become P; for keys, of those from own_key0 on, that a query does not see it is 0.
+  __device__ __forceinline__ static void to_probabilities(Product& P, const BackwardOperands<T>& in,
+                                                          const float* log_sums, int query0,
+                                                          int own_key0) {
+    const float scale = in.scale * kLog2E;
+#pragma unroll
+    for (int i = 0; i < P.size(); ++i) {
+      P.elements[i] = exp2_approximate(fmaf(P.elements[i], scale, -log_sums[Product::col(i)]));
+    }
+    if (own_key0 + 64 <= in.limit(query0)) return;
+#pragma unroll
+    for (int i = 0; i < P.size(); ++i) {
+      if (own_key0 + Product::row(i) >= in.limit(query0 + Product::col(i))) P.elements[i] = 0;
+    }
+  }
+  /// A sum, rounded, is a left factor where it is: element for element.
+  __device__ __forceinline__ static void to_factor(Factor& factor, const Product& sum) {
+#pragma unroll
+    for (int i = 0; i < sum.size(); i += 2) {
+      factor.slices[i / 8][i / 2 % 4] = pack2<T>(sum.elements[i], sum.elements[i + 1]);
+    }
+  }
+  /// dP becomes dS = P (dP - D). With a width of 64 the registers of P are needed: there dS is
+  /// computed from P as the tensor cores get it, rounded.
+  __device__ __forceinline__ static void to_gradients(Product& dS, const Product& P,
+                                                      const Factor& rounded,
+                                                      const float* row_sums) {
+#pragma unroll
+    for (int i = 0; i < dS.size(); i += 2) {
+      const auto& pair = reinterpret_cast<const T(&)[2]>(rounded.slices[i / 8][i / 2 % 4]);
+#pragma unroll
+      for (int j = 0; j < 2; ++j) {
+        const float p = Tile::kWidth == 64 ? static_cast<float>(pair[j]) : P.elements[i + j];
+        dS.elements[i + j] = p * (dS.elements[i + j] - row_sums[Product::col(i + j)]);
+      }
+    }
+  }
+};
+
 template <class Tile, bool kInOrder>
 struct BackwardHopperBlock {
   using T = typename Tile::T;
   using Shared = BackwardHopperShared<Tile>;
   using Stage = typename Shared::Stage;
-  using Product = Sum<Tile::kQueries>;                   // 64 keys by a tile's queries
-  using Factor = LeftFragments<T, Tile::kQueries / 16>;  // the same, rounded
+  using Consumer = BackwardConsumer<Tile>;
+  using Product = typename Consumer::Product;
+  using Factor = typename Consumer::Factor;
   static constexpr int kWidth = Tile::kWidth;
   static constexpr bool kLate = kWidth == 64 || !kInOrder;  // dQ is computed a step after dS
   Shared& shared;
@@ -332,43 +396,6 @@ struct BackwardHopperBlock {
           left[box].rows(64 * consumer), AlongK<T>{descriptor_a(right[box].elements)}, box > 0);
     }
   }
-  /// Logits become P; for keys, of those from own_key0 on, that a query does not see it is 0.
-  __device__ __forceinline__ void to_probabilities(Product& P, int stage, int query0,
-                                                   int own_key0) const {
-    const float scale = in.scale * kLog2E;
-    const float* const log_sums = shared.log_sums[stage];
-#pragma unroll
-    for (int i = 0; i < P.size(); ++i) {
-      P.elements[i] = exp2_approximate(fmaf(P.elements[i], scale, -log_sums[Product::col(i)]));
-    }
-    if (own_key0 + 64 <= in.limit(query0)) return;
-#pragma unroll
-    for (int i = 0; i < P.size(); ++i) {
-      if (own_key0 + Product::row(i) >= in.limit(query0 + Product::col(i))) P.elements[i] = 0;
-    }
-  }
-  /// A sum, rounded, is a left factor where it is: element for element.
-  __device__ __forceinline__ static void to_factor(Factor& factor, const Product& sum) {
-#pragma unroll
-    for (int i = 0; i < sum.size(); i += 2) {
-      factor.slices[i / 8][i / 2 % 4] = pack2<T>(sum.elements[i], sum.elements[i + 1]);
-    }
-  }
-  /// dP becomes dS = P (dP - D). With a width of 64 the registers of P are needed: there dS is
-  /// computed from P as the tensor cores get it, rounded.
-  __device__ __forceinline__ void to_gradients(Product& dS, const Product& P, const Factor& rounded,
-                                               int stage) const {
-    const float* const row_sums = shared.row_sums[stage];
-#pragma unroll
-    for (int i = 0; i < dS.size(); i += 2) {
-      const auto& pair = reinterpret_cast<const T(&)[2]>(rounded.slices[i / 8][i / 2 % 4]);
-#pragma unroll
-      for (int j = 0; j < 2; ++j) {
-        const float p = kWidth == 64 ? static_cast<float>(pair[j]) : P.elements[i + j];
-        dS.elements[i + j] = p * (dS.elements[i + j] - row_sums[Product::col(i + j)]);
-      }
-    }
-  }
   /// The consumer's part of dQ = dS K, of all 128 keys.
   __device__ __forceinline__ void start_part(Sum<64>& part, const LeftTile<T, Tile::kKeys>* K,
                                              int stage) const {
@@ -393,29 +420,18 @@ struct BackwardHopperBlock {
                  in.width - col0);
       return;
     }
-    // The part before has left.
-    if constexpr (kInOrder) {
-      barrier_wait(&shared.part_empty[consumer], stage ^ 1);
+    if constexpr (!kInOrder) {
+      add_sums(part, in.dq_sums + int64_t{step.part + consumer} * Tile::kPartFloats);
     } else {
-      if (thread == 0) tensor_store_wait_read<0>();
-      named_barrier(2 + consumer, 128);
-    }
+      barrier_wait(&shared.part_empty[consumer], stage ^ 1);  // the part before has left
 #pragma unroll
-    for (int i = 0; i < part.size() / 4; ++i) {
-      const float* const of = &part.elements[4 * i];
-      shared.parts[consumer][i][thread] = make_float4(of[0], of[1], of[2], of[3]);
-    }
-    shared_fence();
-    if constexpr (kInOrder) {
+      for (int i = 0; i < part.size() / 4; ++i) {
+        const float* const of = &part.elements[4 * i];
+        shared.parts[consumer][i][thread] = make_float4(of[0], of[1], of[2], of[3]);
+      }
+      shared_fence();
       const int next = step.next < 0 ? -1 : step.next + consumer;
       post(step.part + consumer, step.key_tile, next);
-    } else {
-      named_barrier(2 + consumer, 128);
-      if (thread == 0) {
-        bulk_add(in.dq_sums + int64_t{step.part + consumer} * Tile::kPartFloats,
-                 &shared.parts[consumer][0][0].x, sizeof shared.parts[consumer]);
-        tensor_store_commit();
-      }
     }
   }
   /// Tells the warp that adds the consumer's parts.
@@ -479,13 +495,14 @@ struct BackwardHopperBlock {
         start_transposed(P, shared.K[n % 2], stage.Q);
         start_transposed(dS, shared.V, stage.d_out);
         wgmma_wait<Tile::kBoxes>();  // the logits
-        to_probabilities(P, at, shared.steps[number].query0, own_key0);
-        to_factor(P_factor, P);
+        Consumer::to_probabilities(P, in, shared.log_sums[at], shared.steps[number].query0,
+                                   own_key0);
+        Consumer::to_factor(P_factor, P);
         dV.template start_product<kOfQueries>(P_factor, stage.d_out[0].across_k(), true);
         wgmma_wait<1>();  // dP
         if (step + 1 == count) alone.release(shared.V_empty);
-        to_gradients(dS, P, P_factor, at);
-        to_factor(dS_factor, dS);
+        Consumer::to_gradients(dS, P, P_factor, shared.row_sums[at]);
+        Consumer::to_factor(dS_factor, dS);
         // dQ of two steps ago.
         if constexpr (kLate) barrier_wait(&shared.dS_empty[at], reader.ring.parity ^ 1);
 #pragma unroll
@@ -534,12 +551,10 @@ struct BackwardHopperBlock {
       wgmma_wait<0>();
       add_part(dQ, shared.steps[(number_of(reader.ring) + 3) % 4], last);
     }
-    if (in.whole) return;
     if constexpr (kInOrder) {
+      if (in.whole) return;
       barrier_wait(&shared.part_empty[consumer], last);
       post(-1, 0, -1);
-    } else if (tells) {
-      tensor_store_wait_read<0>();
     }
   }
 };

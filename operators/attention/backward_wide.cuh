@@ -269,17 +269,7 @@ struct BackwardWideBlock {
       return;
     }
     if constexpr (!Tile::kByCopies) {
-#pragma unroll
-      for (int i = 0; i < part.size() / 4; ++i) {
-        const float* const of = &part.elements[4 * i];
-        const float4 sums = make_float4(of[0], of[1], of[2], of[3]);
-#ifdef CUDA_CPU
-        for (int e = 0; e < 4; ++e) atomicAdd(to + 4 * (128 * i + thread) + e, of[e]);
-        (void)sums;
-#else
-        atomicAdd(reinterpret_cast<float4*>(to) + 128 * i + thread, sums);
-#endif
-      }
+      add_sums(part, to);
     } else {
 #pragma unroll
       for (int half = 0; half < 2; ++half) {

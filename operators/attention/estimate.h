@@ -3,6 +3,7 @@
 #pragma once
 
 #include <algorithm>
+#include <array>
 #include <cmath>
 #include <cstdint>
 
@@ -106,6 +107,26 @@ inline BackwardDivision divide(const BackwardTiles& of) {
     }
   }
   return best;
+}
+
+/// Where a block has all keys of a head, up to so many: microseconds of a tile of 64 queries, and
+/// of a head beside these.
+struct ShortKeys {
+  int64_t keys;
+  double step, head;
+};
+inline constexpr std::array<ShortKeys, 3> kShortKeys = {
+    ShortKeys{128, 2.5, 0.5}, {192, 2.15, 3.9}, {256, 3.5, 4}};
+inline constexpr double kShortFirst = 3.5;  ///< until the first head has come, and after the last
+// Of launches that are not needed then: microseconds, and bytes that they move in a microsecond.
+// For each number of dQ they read d_out and out, and write dQ; if it is added up in memory, there
+// are zeros, the additions of two tiles of keys, and one more load.
+inline constexpr double kBackwardAround = 10, kAroundRate = 5e6, kWholeBytes = 10, kSumBytes = 26;
+
+/// How long that should take with so many heads of K and V.
+inline double microseconds(const ShortKeys& of, int64_t heads, int64_t places, double steps) {
+  const auto rounds = static_cast<double>((heads + places - 1) / places);
+  return kShortFirst + rounds * (of.head + of.step * steps);
 }
 
 }  // namespace operators::attention

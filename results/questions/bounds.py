@@ -42,7 +42,8 @@ STALLS = {"math pipe": "math_pipe_throttle", "shared memory": "short_scoreboard"
 TIME = "gpu__time_duration.sum"
 GRADIENTS, WIDTHS = "bonus_attention_backward", ("128", "64")
 FORMS = ("tensor cores", "warp specialization", "reduce-add", "deterministic")
-ADDED, ADDERS = "lts__t_sectors_op_red.sum", f"lts__d_atomic_input_cycles_active.{PEAK}_elapsed"
+# Of the copy engine, too. (Without srcunit_tex half of the sectors count twice: they go on to the cache's other half.)
+ADDED, ADDERS = "lts__t_sectors_srcunit_tex_op_red.sum", f"lts__d_atomic_input_cycles_active.{PEAK}_elapsed"
 
 
 def additions(options):

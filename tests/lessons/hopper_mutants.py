@@ -251,10 +251,6 @@ HARMLESS = {
         ("RegisterWeights", "shared_fence() without", 0):
             "the CPU backend lets the copy engine write where threads wrote, if they have met since",
     },
-    BACKWARD: {
-        ("head_of", "shared_fence() without", 0):
-            "the CPU backend reads a part of dQ when the next one waits for it: the fence for dS has come by then",
-    },
     # Whoever does not wait for its turn goes first: results are the same.
     ATTENTION: {
         **{("wait", f"barrier_wait(&barriers[consumer], parity) {change}", nth):
