@@ -192,7 +192,8 @@ Operator kept_layer(const fk_gating& gating) {
   };
 }
 
-/// Its gradients: d_out, x, y, w1, w2, b1, b2, s_slopes, v_slopes, d_x, d_y, d_w1, d_w2, d_b1, d_b2.
+/// Its gradients: d_out, x, y, w1, w2, b1, b2, s_slopes, v_slopes, d_x, d_y, d_w1, d_w2, d_b1,
+/// d_b2.
 template <typename T>
 Operator kept_backward(const fk_gating& gating) {
   return [=](const Caller& caller, const Operands& at) {
