@@ -60,6 +60,15 @@ inline unsigned persistent(int64_t tiles, int64_t capacity) {
   return static_cast<unsigned>((tiles + rounds - 1) / rounds);
 }
 
+#ifndef CUDA_CPU
+
+/// A barrier among `threads` threads of the block. A block has 16 of them, with ids 0 to 15; 0 is
+/// that of __syncthreads(). (Any GPU has these.)
+__device__ inline void named_barrier(int id, int threads) {
+  asm volatile("bar.sync %0, %1;" ::"r"(id), "r"(threads) : "memory");
+}
+
+#endif
 #if CLUSTER_CODE
 
 /// The number of this thread's warp in its block. By the shuffle the compiler knows that it is the
@@ -67,12 +76,6 @@ inline unsigned persistent(int64_t tiles, int64_t capacity) {
 __device__ inline int warp_of_block() { return __shfl_sync(0xffffffff, threadIdx.x / 32, 0); }
 
 #ifndef CUDA_CPU
-
-/// A barrier among `threads` threads of the block. A block has 16 of them, with ids 0 to 15; 0 is
-/// that of __syncthreads().
-__device__ inline void named_barrier(int id, int threads) {
-  asm volatile("bar.sync %0, %1;" ::"r"(id), "r"(threads) : "memory");
-}
 
 /// All threads of a warpgroup give registers back, or take more, until each thread has kRegisters.
 /// PTX ISA, "setmaxnreg".
