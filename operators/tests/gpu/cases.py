@@ -307,6 +307,45 @@ def gating_two_backward(rows, inputs, values, hidden, dtype=FP16, gate="silu", g
     return Case(forward.name.replace("two", "two_backward", 1), run, operands, check, more=(gate, math, gated))
 
 
+def slopes_of_two(operands, gate, gated):
+    """(s_slopes, v_slopes) in fp64: what the gradient of the result is multiplied by for those of s and v."""
+    x, y, w1, w2, b1, b2 = (each.detach().double() for each in operands)
+    s, v = (each.requires_grad_() for each in (x @ w1 + b1, y @ w2 + b2))
+    return torch.autograd.grad((GATES[gate](s) * GATES[gate if gated else "none"](v)).sum(), (s, v))
+
+
+def gating_two_kept(*sizes, dtype=FP16, gate="silu", gated=True):
+    """What gating() calls for training: it returns the slopes, too."""
+    plain = gating_two(*sizes, dtype, gate, gated)
+
+    def run(*operands):
+        return binding.calls["gating_two_kept"](*operands, gate, "fp32", gated)[0]
+
+    def check(operands, result):
+        out, *slopes = tensors(result)
+        plain.check(operands, out)
+        for found, other in zip(slopes, slopes_of_two(operands, gate, gated)):
+            assert found.dtype == dtype
+            alike(found, other, 8)
+
+    return dataclasses.replace(plain, name=plain.name.replace("two", "two_kept", 1), run=run, check=check)
+
+
+def gating_two_kept_backward(*sizes, dtype=FP16, gate="silu", gated=True):
+    """With the slopes of forward."""
+    plain = gating_two_backward(*sizes, dtype, gate, gated)
+
+    def operands(seed=0):
+        d_out, *others = plain.operands(seed)
+        return d_out, *others, *(each.to(dtype) for each in slopes_of_two(others, gate, gated))
+
+    def run(*operands):
+        return binding.calls["gating_two_kept_backward"](*operands, gate, "fp32", gated)
+
+    return dataclasses.replace(plain, name=plain.name.replace("two", "two_kept", 1), run=run, operands=operands,
+                               check=lambda operands, result: plain.check(operands[:7], result))
+
+
 # ---- Attention ----------------------------------------------------------------------------------------------------
 
 
@@ -1100,6 +1139,7 @@ EACH = [  # one of each function, of the product one of each type and math, and 
     diffusion_backward(1234, 64, 72, meshes=(2,)), softmax(129, 65, 257), gradient_features(1234, 64, 72),
     gradient_features_backward(1234, 64, 72), clifford(65, 72), clifford_backward(65, 72),
     gating_two(257, 129, 72, 136), gating_two_backward(257, 129, 72, 136),
+    gating_two_kept(257, 129, 72, 136), gating_two_kept_backward(257, 129, 72, 136),
     gating_backward(257, 129, 136), softmax_backward(129, 65, 257), cross_entropy(129, 65, 257),
     cross_entropy_backward(129, 65, 257),
     *(make(129, 65, 257, BF16) for make in (softmax, softmax_backward)),
