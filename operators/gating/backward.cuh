@@ -18,8 +18,8 @@
 //
 // Each transposed factor is of one product then, and that product's business.
 //
-// On GPUs without Hopper's instructions, where x has few columns and there are few hidden ones, one
-// kernel does all of this but the last sums (backward_on_chip.cuh).
+// Where x has few columns and there are few hidden ones, one kernel does all of this but the last
+// sums (backward_on_chip.cuh).
 //
 // (If values have the gate's function, too, dS = d_out * gate(v) * slope at s, and dV likewise.)
 #pragma once
@@ -186,9 +186,8 @@ class GatedLayerBackward {
         stride(value ? pitch : 2 * pitch) {
     if constexpr (kHalves) {
       // Where there is room for it, nothing else moves as little.
-      if (!value && !primitives::is_hopper() &&
-          (offer_on_chip<OnChipTile<128, 16, 2>>(shape.channels) ||
-           offer_on_chip<OnChipTile<64, 8, 2>>(shape.channels))) {
+      if (!value && (offer_on_chip<OnChipTile<128, 16, 2>>(shape.channels) ||
+                     offer_on_chip<OnChipTile<64, 8, 2>>(shape.channels))) {
         return;
       }
     }
