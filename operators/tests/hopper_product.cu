@@ -243,6 +243,7 @@ bool right_in_tf32(const ProductShape& shape, bool split, int slices = 0) {
 /// (shifted.cuh). What is before it, and behind the last one, is NaN.
 template <class Tile>
 bool right_as_they_lie(const ProductShape& shape, int shift, int of_cluster, int clusters) {
+  if (of_cluster > multiprocessors()) return true;
   using Numbers = Matrix<float>;
   const auto filled = [shift](int rows, int cols) {
     std::vector<float> host(static_cast<size_t>(rows) * cols + 2 * shift, NAN);
