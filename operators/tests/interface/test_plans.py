@@ -63,7 +63,7 @@ def test_the_bits_of_a_call(library, monkeypatch, kind):
 
 def test_there_is_a_plan_of_each_function(library):
     calls = [kind(library) for kind in KINDS]
-    assert sorted(map(number_of, calls)) == [*range(1, fused_kernels.FK_CLIFFORD_LAYER_BACKWARD + 1)]
+    assert sorted(map(number_of, calls)) == [*range(1, fused_kernels.FK_GATING_TWO_KEPT_BACKWARD + 1)]
     for call in calls:
         call.free()
 
@@ -380,7 +380,7 @@ def test_a_damaged_workspace(library):
 def test_what_is_no_plan(library):
     call = Product(library)
     plan, before, needed = Plan(call), call.all(), SIZE(77)
-    for number in (0, -1, fused_kernels.FK_CLIFFORD_LAYER_BACKWARD + 1, 1 << 30):
+    for number in (0, -1, fused_kernels.FK_GATING_TWO_KEPT_BACKWARD + 1, 1 << 30):
         assert created(call, number) == (
             BAD_ARGUMENT, f"function is {number}; it has to be one of fk_function".encode())
     assert created(call, plan=None) == (BAD_ARGUMENT, b"plan is NULL")
