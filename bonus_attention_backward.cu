@@ -360,12 +360,12 @@ __global__ void __launch_bounds__(MmaTile<T, kWidth>::kThreads, 2)
 // consumer has half of them; with a width of 128 it has 64, and each has half of the columns.
 //
 // Who waits for whom. A part of dQ needs dS^T of both consumers. If a consumer waited for the other
-// one's dS^T of this step, the two would meet in each step. Then both compute exponentials at the
-// same time, and the tensor cores have nothing to do; after that both have products, and one waits
-// for the other. So dQ is *late*: a consumer writes its dS^T of this step, but computes dQ of the
-// step before. The other one has usually written its dS^T of that step long ago. So nobody has to
-// wait, the two are at different places of a step, and while one computes exponentials, products of
-// the other one run. dQ of the last step comes behind the loop.
+// one's dS^T of this step, the two would meet in each step. Then both would compute exponentials
+// at the same time, and the tensor cores would have nothing to do; after that both would have
+// products, and one would wait for the other. So dQ is *late*: a consumer writes its dS^T of this
+// step, but computes dQ of the step before. The other one has usually written its dS^T of that step
+// long ago. So nobody has to wait, the two are at different places of a step, and while one
+// computes exponentials, products of the other one run. dQ of the last step comes behind the loop.
 //
 // dS^T has two places, one for even and one for odd steps. Each has two barriers:
 //
@@ -374,11 +374,12 @@ __global__ void __launch_bounds__(MmaTile<T, kWidth>::kThreads, 2)
 //
 // So one consumer may be ahead of the other by more than half a step, but not by two.
 //
-// That is so where kLate is true: with a width of 64, which has twice as many exponentials as 128
-// for as many products, if a block has more than a few steps. Elsewhere dQ of the last step, which
-// comes behind the loop, takes longer than waiting would. There the consumers meet once in each
-// step, when all of dS^T is there. The next step writes the other place. So a consumer that is
-// ahead after that does not overwrite what the other one still reads.
+// That is so where kLate is true: with a width of 64, if there are more than four steps. With
+// fewer steps dQ of the last one, which comes behind the loop, takes longer than waiting would. And
+// a width of 128 has half as many exponentials for as many products, so nothing is gained. In both
+// cases the consumers meet once in each step, when all of dS^T is there. The next step writes the
+// other place. So a consumer that is ahead after that does not overwrite what the other one still
+// reads.
 //
 // Nobody but attention_finish_parts reads the sums in memory, so they may lie there in any order.
 // Here it is that of the registers. Of a part a thread has 32 numbers, in eight groups of four. For

@@ -1,15 +1,16 @@
-// The gradients of attention on Hopper for heads of up to 64 and up to 256 keys: one launch.
+// The gradients of attention on Hopper for heads of up to 64 columns and 256 keys: one launch.
 //
 // A block has all keys of a head of K and V, so dQ is whole, and nothing is added up in memory: no
-// sums that begin as zeros, and no launch that rounds them. It goes from head to head, each
-// gridDim.x-th of them; K and V of the next one come while it is still busy with this one's.
+// sums that begin as zeros, and no launch that rounds them. It takes each gridDim.x-th head. With
+// up to 192 keys K and V of the next head come while it is still busy with this one's. For more
+// keys shared memory has no room for both.
 //
 // Consumers, a warpgroup each, have 64 of the keys, or two times 64, with their dK and dV in
 // registers. Tiles of 64 queries come one after the other. As in
 // operators/attention/backward_hopper.cuh P^T and dS^T are left factors in registers, and dS^T is
 // written to shared memory for dQ = dS K, which needs that of all consumers. They take turns: one
-// of them computes dQ of a tile, 64 x 64 numbers, and the others are in the next step meanwhile.
-// There are two places for dS^T.
+// of them computes dQ of a tile, 64 x 64 numbers, and the others go on with the next tile. There
+// are two places for dS^T.
 //
 // A consumer starts the product for dP only when it has the probabilities. So it has fewer
 // registers in use, and the tensor cores are busy with the other consumers' products.

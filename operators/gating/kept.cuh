@@ -3,13 +3,13 @@
 //     out = gate(s) * value(v),  s = x W1 + b1,  v = y W2 + b2, with value(v) = v or gate(v)
 //     s_slopes = gate'(s) * value(v),  v_slopes = gate(s) * value'(v)    (M, H), of the type of out
 //
-// They are what d_out is multiplied by in backward (kept_backward.cuh), element by element. Forward
-// has s and v in registers, and writes two tensors more. Backward alone would compute both products
-// again: a third of its multiplications.
+// Backward multiplies d_out by these slopes (kept_backward.cuh), element by element. Forward has s
+// and v in registers, and writes two tensors more. Without them backward would compute both
+// products again, a third of its multiplications.
 //
 // A tile has three times as many results as in two_inputs.cuh, and their gates take twice as long.
-// So tensor cores have work meanwhile: gates are computed while the sums of the values grow, and
-// results leave while the sums of the next tile's gates do.
+// So that tensor cores have work meanwhile, a tile's gates, functions of x W1, are computed while
+// its y W2 is added up, and its results leave while x W1 of the next tile is added up.
 #pragma once
 
 #include <algorithm>

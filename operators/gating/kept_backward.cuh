@@ -7,6 +7,10 @@
 // two tiles, of d_out and of the slopes. A warp multiplies their elements on the way to the
 // registers from which wgmma reads a left factor. So each product reads one matrix (M, H) more. But
 // there is no kernel before the products, which would read three such matrices and write two.
+//
+// One kernel computes dx and dy, and another one dW1 and dW2. Where weights are so small that a
+// block can hold them all, one kernel computes all four products (SmallGradients), and reads
+// everything once.
 #pragma once
 
 #include <algorithm>
@@ -551,8 +555,8 @@ class KeptBackward {
                                                              : floats<1>());
   }
 
-  /// Whether that suits the layer: no rows have to be copied, tiles can be counted, and there are
-  /// so many more rows than weights that it pays to divide the rows.
+  /// Whether that suits the layer: no rows have to be copied, tiles can be counted, and the weights
+  /// have so few tiles that it pays to divide the rows.
   static bool suits(const GatingShape& shape, int64_t value_channels) {
     const int64_t channels = std::max(shape.channels, value_channels);
     const auto tiles = [](int64_t rows, int64_t cols) {

@@ -4,18 +4,19 @@
 //
 // The copy engine wants boxes that begin at multiples of 16 bytes, and rows of a matrix that are a
 // multiple of 16 bytes apart. Every fourth row of floats begins at the same place within 16 bytes.
-// So such rows are a matrix that the engine can follow (ShiftedRows), and its boxes have up to
-// three elements more than are wanted, before and after. In shared memory the rows of a tile then
-// are shifted by 0 to 3 elements. mma.sync does not mind: a thread loads the elements of its
+// So the rows 4 i + c, for one c, are a matrix that the engine can follow (ShiftedRows). Its boxes
+// have up to three elements more than are wanted, before and after. So in shared memory the rows of
+// a tile are shifted by 0 to 3 elements. mma.sync does not mind: a thread loads the elements of its
 // fragments one by one, and begins later in a row that is shifted.
 //
-// Without care, lanes of a warp would meet in the same bank. Rows of A that a fragment has are
-// shifted equally: 4 i + c for the same c. And which columns of B belong to one fragment follows
-// from how its rows are shifted: see shifted_column().
+// Without care, lanes of a warp would meet in the same bank. So a fragment of A has rows that
+// are shifted equally: 4 i + c for the same c. And which columns of B belong to one fragment
+// follows from how the rows of B are shifted: see shifted_column().
 //
-// The depth is cut into slices, for all multiprocessors: the blocks of a cluster have one each, and
-// add up equal parts of the tile. Where that is not enough, several clusters leave their parts in
-// memory, and the last one adds them up, always in the same order.
+// The depth is cut into slices, so that all multiprocessors have work. The blocks of a cluster have
+// a slice each of the same tile, and each adds up an equal part of the tile. Where that is not
+// enough, several clusters have slices of a tile. They leave their sums in memory, and the last one
+// adds them up, always in the same order.
 #pragma once
 
 #include <algorithm>

@@ -1,10 +1,11 @@
-// The gradients of the gated layer for compute capability 8.0 and newer where x has few columns, by
-// one kernel: nothing but x and d_out is read, and nothing but dx written for each row.
+// The gradients of the gated layer for compute capability 8.0 and newer where x and out have few
+// columns, by one kernel: for each row it reads nothing but x and d_out, and writes nothing but dx.
 //
-// A block goes from tile to tile of 64 rows. For each it computes [s | v] = x [W1 | W2] again, from
-// these and d_out [dS | dV], which goes to shared memory, then dx = [dS | dV] [W1 | W2]^T, and adds
-// x^T [dS | dV] to sums that stay in registers until the last tile. What blocks have found is added
-// up after that (add_weight_gradients, add_bias_gradients).
+// A block goes from tile to tile of 128 or 64 rows. For each it computes [s | v] = x [W1 | W2]
+// again. From these and d_out it computes [dS | dV], which goes to shared memory, and then dx =
+// [dS | dV] [W1 | W2]^T. It adds x^T [dS | dV] to sums that stay in registers until the last tile.
+// After that other kernels add up the sums of all blocks (add_weight_gradients,
+// add_bias_gradients).
 #pragma once
 
 #include "operators/gating/rows.cuh"

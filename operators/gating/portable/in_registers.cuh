@@ -3,8 +3,9 @@
 //
 // A block with its weights in shared memory (resident_mma in portable.cuh) reads them again for
 // each tile of x. Here a warp keeps its part of them as fragments, 16 columns of W1 and of W2. So
-// it only reads x, and its sums are few enough for 16 warps on a multiprocessor. Warps with the
-// same rows of x are a team: they share tiles of 16 rows, and the stages that these come to.
+// for a tile it reads nothing but x, and its sums are few enough for 16 warps on a multiprocessor.
+// Warps with the same rows of x are a team: they share tiles of 16 rows, and the stages of shared
+// memory to which these come.
 #pragma once
 
 #include "operators/gating/rows.cuh"

@@ -1,7 +1,8 @@
 // A batch of products in fp16 or bf16 on Hopper, C = A B for each, one of whose factors may lie
 // transposed. Matrices of a batch that lie below each other are one tall matrix. So this is one
-// product with the rows of all results, by the tiles of half_product.cuh and hopper.cuh: a tile
-// belongs to one of the products, and its other factor begins further on by as many matrices.
+// product with the rows of all results, by the tiles of half_product.cuh and hopper.cuh. A tile
+// belongs to one of the products. In product number n the right factor begins n matrices further
+// on, and so does a left factor that lies transposed.
 //
 // A step of k must not reach into the next matrix, nor a cluster's tile into the next product. So
 // this takes a depth that is a multiple of 64, and rows that are a multiple of 256. For others
