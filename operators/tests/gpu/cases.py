@@ -120,7 +120,7 @@ def any_product(name, a, b, dtype, transposed="", bias=False, math="fp32", strid
         return *found, *([numbers(b[-1], dtype=dtype, seed=seed + 5)] if bias else [])
 
     def in_fp64(a, b, *bias):
-        return torch.matmul(a, b) + (bias[0] if bias else 0)
+        return torch.matmul(a, b) + bias[0] if bias else torch.matmul(a, b)
 
     def check(operands, c):
         expected = in_fp64(*(each.double() for each in operands))
