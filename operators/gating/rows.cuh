@@ -20,30 +20,6 @@ namespace operators::gating {
 
 using namespace primitives;
 
-/// sigmoid(gate) * value, in 5 instructions. The two that approximate, ex2 and rcp, are wrong by 2
-/// units in the last place of fp32 at most, and have 0 for what would be denormal.
-__device__ inline float gated(float gate, float value) {
-  return value * reciprocal_approximate(1 + exp2_approximate(-1.44269504f * gate));
-}
-
-/// What kGate makes of a value.
-template <Gate kGate>
-__device__ __forceinline__ float gate_of(float value) {
-  float factor = 1;
-  make_sigmoid<kGate>(value, factor);
-  return gated(value, factor);
-}
-
-/// What a kernel reads and writes: x (M, K), W1 and W2 (K, H), b1 and b2 (H) or nullptr, and out
-/// (M, H). T: half or __nv_bfloat16.
-template <typename T>
-struct LayerOperands {
-  const T *x, *W1, *b1, *W2, *b2;
-  T* out;
-  int M, K, H;
-  Gate gate;
-};
-
 #if HOPPER_CODE
 /// Makes a sigmoid of the gates in the left half of a sum's columns, the values in the right one.
 template <int kCols>

@@ -8,7 +8,7 @@
 // add_bias_gradients).
 #pragma once
 
-#include "operators/gating/rows.cuh"
+#include "operators/gating/gate.cuh"
 #include "operators/product/portable/mma_tiles.cuh"
 
 namespace operators::gating {

@@ -8,7 +8,7 @@
 // memory to which these come.
 #pragma once
 
-#include "operators/gating/rows.cuh"
+#include "operators/gating/gate.cuh"
 #include "operators/product/portable/mma_tiles.cuh"
 #include "primitives/hopper/cluster.cuh"
 

@@ -447,7 +447,12 @@ __global__ void __launch_bounds__(kFp32Threads, Tile::kResident)
   if (!handover.waits) wait_for_previous_kernel();
   for (int i = 0;; ++i) {
     const Fp32Piece piece = timetable.piece(blockIdx.x, i);
-    if (piece.begin == piece.end) return;
+    if (piece.begin == piece.end) {
+      // A block without a shared tile has not waited. Unless all kernels do, the next one could
+      // begin before those have ended that came before this one.
+      if (handover.waits) wait_for_previous_kernel();
+      return;
+    }
     const int2 place = timetable.place(piece.tile);
     __syncthreads();  // All have read the last tiles of the piece before.
     multiply_fp32_piece<Tile, kAligned>(fp32_tiles, of, handover, meeting, place, piece);
