@@ -489,24 +489,15 @@ print(len(ATTENTION), "are right")
     assert said == f"{len(ATTENTION)} are right\n"
 
 
-@pytest.mark.parametrize("kind, options", DIVIDED, ids=str)
-def test_steps_of_few_keys_are_divided(kind, options):
-    """On a Hopper of 8 multiprocessors: among blocks that would have nothing to do."""
+@pytest.mark.parametrize("words, options", [
+    *(("divided", options) for _, options in DIVIDED),  # steps of few keys, among blocks that would have nothing to do
+    *(("keys in a block", options) for _, options in SHORT),  # all of few keys: then nothing is added up in memory
+], ids=str)
+def test_few_keys_on_a_hopper_of_8_multiprocessors(words, options):
     said = run_as_another_gpu("9.0", f"""
 from test_library_gradients import AttentionBackward
 run(AttentionBackward, **{options})
-print("divided" in ways[0])
-""", CUDA_CPU_MULTIPROCESSORS="8")
-    assert said == "True\n"
-
-
-@pytest.mark.parametrize("kind, options", SHORT, ids=str)
-def test_a_block_has_all_of_few_keys(kind, options):
-    """On a Hopper of 8 multiprocessors: then nothing is added up in memory."""
-    said = run_as_another_gpu("9.0", f"""
-from test_library_gradients import AttentionBackward
-run(AttentionBackward, **{options})
-print("keys in a block" in ways[0])
+print({words!r} in ways[0])
 """, CUDA_CPU_MULTIPROCESSORS="8")
     assert said == "True\n"
 

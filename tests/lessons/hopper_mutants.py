@@ -3,9 +3,9 @@
 The mistakes are not listed here but derived from a lesson's source: each call of a word of
 primitives/hopper/ that makes somebody wait, or lets somebody go on, is one, also in the lesson's own
 helper functions and lambdas. So it is with operators, in their benchmarks (operators/bench/), and with the product
-that operators share, in operators/product/, whose words hopper_product.cu uses. SConstruct compiles a program with all of them once for the plain CPU build
-and once for ThreadSanitizer, with those of mutants.py; MISTAKE in the environment says which one the
-program makes.
+that operators share, in operators/product/, whose words hopper_product.cu uses. SConstruct compiles a program with all
+of them once for the plain CPU build and once for ThreadSanitizer, with those of mutants.py; MISTAKE in the environment
+says which one the program makes.
 
     hopper_mutants.py PROGRAM [NUMBER...]   runs a program's mistakes, all or some, and says what finds each
 
