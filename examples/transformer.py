@@ -33,7 +33,7 @@ except ModuleNotFoundError:
 sys.path.insert(0, str(pathlib.Path(__file__).resolve().parents[1] / "operators" / "python"))
 import fused_kernels
 
-WIDTH, HEADS, LENGTH, BATCH, TOKENS, STEPS, WARM = 1024, 16, 2048, 4, 8192, 50, 20
+WIDTH, HEADS, LENGTH, BATCH, TOKENS, STEPS, WARM = 1024, 16, 2048, 8, 8192, 50, 20
 
 
 def by_cudnn(q, k, v):

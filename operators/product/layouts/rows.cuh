@@ -6,6 +6,7 @@
 #include <algorithm>
 #include <cstdint>
 
+#include "primitives/early_launch.cuh"
 #include "primitives/launch.h"
 #include "primitives/neighbours.cuh"
 
@@ -86,20 +87,22 @@ template <int kBytes>
 inline constexpr int kRowsAhead = kBytes == 16 ? 4 : 8;
 
 /// Of each slice of the rows the sums of the columns: to (slices, cols / folds). A thread has
-/// kWidth neighbouring columns of every eighth row, and loads kRowsAhead of these rows before it
+/// kWidth neighbouring columns of every kRows-th row, and loads kRowsAhead of these rows before it
 /// adds the first: without that a load waits for the sum before it. One thread adds up what all
 /// those of its columns have found, always in the same order. Each row of `of` is `folds` short
 /// rows one after the other: then all of them are in one block.
-template <typename From, typename To, int kWidth>
-__global__ void __launch_bounds__(kPiecesOfBlock* kRowsOfBlock, 4)
+template <typename From, typename To, int kWidth, int kRows>
+__global__ void __launch_bounds__(kPiecesOfBlock* kRows, 1024 / (kPiecesOfBlock * kRows))
     sum_rows(const RowsOf<const From> of, int folds, To* to) {
   using Pack = primitives::Neighbours<From, kWidth>;
   constexpr int kAhead = kRowsAhead<sizeof(Pack)>;
-  __shared__ float found[kRowsOfBlock][kWidth][kPiecesOfBlock];
+  __shared__ float found[kRows][kWidth][kPiecesOfBlock];
   const int64_t col = (int64_t{blockIdx.x} * kPiecesOfBlock + threadIdx.x) * kWidth;
-  const int64_t step = int64_t{gridDim.y} * kRowsOfBlock, rows = of.all_rows();
+  const int64_t step = int64_t{gridDim.y} * kRows, rows = of.all_rows();
+  primitives::start_next_kernel();
+  primitives::wait_for_previous_kernel();
   float sum[kWidth] = {};
-  for (int64_t row = int64_t{blockIdx.y} * kRowsOfBlock + threadIdx.y; row < rows && col < of.cols;
+  for (int64_t row = int64_t{blockIdx.y} * kRows + threadIdx.y; row < rows && col < of.cols;
        row += kAhead * step) {
     Pack packs[kAhead] = {};
 #pragma unroll
@@ -123,7 +126,7 @@ __global__ void __launch_bounds__(kPiecesOfBlock* kRowsOfBlock, 4)
     float all = 0;
     for (int fold = 0; fold < folds; ++fold) {
       const int x = threadIdx.x + fold * static_cast<int>(cols) / kWidth;
-      for (int i = 0; i < kRowsOfBlock; ++i) all += found[i][e][x];
+      for (int i = 0; i < kRows; ++i) all += found[i][e][x];
     }
     to[int64_t{blockIdx.y} * cols + col + e] = static_cast<To>(all);
   }
@@ -179,7 +182,8 @@ void launch_sum_rows(const RowsOf<const T>& from, float* partial, T* to, cudaStr
   const int64_t all = from.all_rows();
   RowSlices slices = slices_to_sum<1>(all, from.cols);
   if ((from.cols | from.stride | from.between) % kWidth != 0) {
-    sum_rows<T, float, 1><<<slices.grid(), slices.block(), 0, stream>>>(from, 1, partial);
+    sum_rows<T, float, 1, kRowsOfBlock>
+        <<<slices.grid(), slices.block(), 0, stream>>>(from, 1, partial);
   } else {
     const bool dense =
         from.stride == from.cols && (from.batch == 1 || from.between == from.rows * from.stride);
@@ -188,12 +192,22 @@ void launch_sum_rows(const RowsOf<const T>& from, float* partial, T* to, cudaStr
     const int64_t cols = folds * from.cols;
     const RowsOf<const T> folded =
         folds == 1 ? from : RowsOf<const T>{from.data, 1, all / folds, cols, cols, 0};
-    sum_rows<T, float, kWidth>
+    sum_rows<T, float, kWidth, kRowsOfBlock>
         <<<slices.grid(), slices.block(), 0, stream>>>(folded, folds, partial);
   }
   const RowsOf<const float> rows{partial, 1, slices.slices, from.cols, from.cols, 0};
   const unsigned across = primitives::blocks_for(from.cols, kPiecesOfBlock);
-  sum_rows<float, T, 1><<<dim3(across), slices.block(), 0, stream>>>(rows, 1, to);
+  const auto add_slices = [&]<int kRows>() {
+    primitives::launch_clusters_on(stream, sum_rows<float, T, 1, kRows>, 1, true, dim3(across),
+                                   dim3(kPiecesOfBlock, kRows), 0, rows, 1, to);
+  };
+  // Where there are many slices, a block has more of them at a time, and fewer loads wait for
+  // others.
+  if (slices.slices > 64) {
+    add_slices.template operator()<32>();
+  } else {
+    add_slices.template operator()<kRowsOfBlock>();
+  }
 }
 
 }  // namespace operators::product
