@@ -34,29 +34,21 @@ struct RowCopy {
   int rows, cols, stride;
 };
 inline constexpr int kCopyThreads = 256;
+/// A thread copies so many pieces of 8 elements at a time, kCopyThreads pieces apart.
+inline constexpr int kCopiesAtOnce = 4;
 template <typename T, int kCount>
 struct RowCopies {
   RowCopy<T> of[kCount];
 
-  /// Of a launch: enough for the copy with the most units.
+  /// Of a launch: enough for the copy with the most pieces.
   dim3 blocks() const {
-    int units = 0;
-    for (const RowCopy<T>& copy : of) units = std::max(units, CopyUnits(copy).count);
-    return dim3(std::min(8192, units), kCount);
+    int64_t pieces = 0;
+    for (const RowCopy<T>& copy : of) {
+      pieces = std::max(pieces, int64_t{copy.rows} * (copy.stride / 8));
+    }
+    const int64_t blocks = ceil_div(pieces, int64_t{kCopyThreads} * kCopiesAtOnce);
+    return dim3(static_cast<unsigned>(std::min<int64_t>(8192, blocks)), kCount);
   }
-
-  /// What a block copies at a time: a part of a long row, or several short ones. A thread has 8
-  /// elements of it.
-  struct CopyUnits {
-    int across, rows, parts, count;  ///< threads beside each other; rows of a unit, parts of a row
-    __host__ __device__ explicit CopyUnits(const RowCopy<T>& copy)
-        : across(copy.stride < 8                  ? 1
-                 : copy.stride < 8 * kCopyThreads ? copy.stride / 8
-                                                  : kCopyThreads),
-          rows(kCopyThreads / across),
-          parts(ceil_div(copy.stride / 8, across)),
-          count(ceil_div(copy.rows, rows) * parts) {}
-  };
 };
 
 /// 8 neighbours, kWidth of them a load, of which `left` exist; zeros for the others.
@@ -79,26 +71,44 @@ __global__ void __launch_bounds__(kCopyThreads)
   constexpr int kAccess = 16 / sizeof(T);
   start_next_kernel();
   const RowCopy<T>& copy = copies.of[blockIdx.y];
-  const typename RowCopies<T, kCount>::CopyUnits units(copy);
-  const int x = threadIdx.x % units.across, y = threadIdx.x / units.across;
-  if (y >= units.rows) return;
-  for (int unit = blockIdx.x; unit < units.count; unit += gridDim.x) {
-    const int row = unit / units.parts * units.rows + y;
-    const int col = 8 * (unit % units.parts * units.across + x);
-    if (row >= copy.rows || col >= copy.stride) continue;
-    const T* from = copy.from + static_cast<size_t>(row) * copy.cols;
-    T* to = copy.to + static_cast<size_t>(row) * copy.stride;
-    alignas(16) T eight[8];
-    if (copy.cols % 4 == 0) {
-      load_eight<4>(eight, from + col, copy.cols - col);
-    } else if (copy.cols % 2 == 0) {
-      load_eight<2>(eight, from + col, copy.cols - col);
-    } else {
-      load_eight<1>(eight, from + col, copy.cols - col);
+  // Pieces are counted along the rows, one row after another, so that all threads have some.
+  const int across = copy.stride / 8;
+  const int64_t pieces = int64_t{copy.rows} * across;
+  const auto row_of = [&](int64_t piece) {
+    // 64 bits are divided ten times as slowly, and few matrices need them.
+    if (pieces <= UINT32_MAX) {
+      return static_cast<int64_t>(static_cast<uint32_t>(piece) / static_cast<uint32_t>(across));
     }
+    return piece / across;
+  };
+  constexpr int kOfBlock = kCopyThreads * kCopiesAtOnce;
+  for (int64_t first = int64_t{blockIdx.x} * kOfBlock + threadIdx.x; first < pieces;
+       first += int64_t{gridDim.x} * kOfBlock) {
+    alignas(16) T eight[kCopiesAtOnce][8];
 #pragma unroll
-    for (int i = 0; i < 8; i += kAccess) {
-      *reinterpret_cast<uint4*>(to + col + i) = *reinterpret_cast<const uint4*>(eight + i);
+    for (int i = 0; i < kCopiesAtOnce; ++i) {
+      const int64_t piece = first + i * kCopyThreads, row = row_of(piece);
+      const int col = static_cast<int>(piece - row * across) * 8;
+      const int left = piece < pieces ? copy.cols - col : 0;
+      const T* from = copy.from + row * copy.cols + col;
+      if (copy.cols % 4 == 0) {
+        load_eight<4>(eight[i], from, left);
+      } else if (copy.cols % 2 == 0) {
+        load_eight<2>(eight[i], from, left);
+      } else {
+        load_eight<1>(eight[i], from, left);
+      }
+    }
+    // Rows of the copy lie one behind the other.
+#pragma unroll
+    for (int i = 0; i < kCopiesAtOnce; ++i) {
+      const int64_t piece = first + i * kCopyThreads;
+      if (piece >= pieces) break;
+#pragma unroll
+      for (int j = 0; j < 8; j += kAccess) {
+        *reinterpret_cast<uint4*>(copy.to + 8 * piece + j) =
+            *reinterpret_cast<const uint4*>(eight[i] + j);
+      }
     }
   }
 }
