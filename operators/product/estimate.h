@@ -24,6 +24,7 @@ struct TileWork {
   double multiplied;    ///< rows x columns that tensor cores multiply in a step, by one line of k
   double shared_lines;  ///< that a step moves into shared memory and, by wgmma, out of it
   double fetched_a, fetched_b;  ///< lines that a block asks the L2 cache for in a step
+  double gathering = 0;         ///< cycles in which threads copy a step's tile of a factor
 };
 
 /// How tiles are divided among clusters.
@@ -80,7 +81,9 @@ struct ProductCosts {
   double sent = 0;          ///< of each element that a thread sends to the cluster's other slices
   double pair = 0, four = 0, eight = 0;  ///< microseconds until a cluster of so many blocks has met
   double copies = 0, copy = 0;  ///< microseconds of align_rows; and of a copied byte's time
-  double once = 0;              ///< microseconds that OneRow saves
+  double gather = 0;            ///< microseconds more where threads copy a factor (GatheredProduct)
+  double gather_four = 0, gather_eight = 0;  ///< cycles for a line of it, by so many bytes a thread
+  double once = 0;                           ///< microseconds that OneRow saves
 };
 
 /// Of products in 2-byte elements.
@@ -115,22 +118,27 @@ inline constexpr ProductCosts kHalfCosts = {.start = 2.3,
                                             .pair = 0.52,
                                             .four = 0.483,
                                             .eight = 0.614,
+                                            .copies = 1.11,
+                                            .copy = 1.31,
+                                            .gather = 1.02,
+                                            .gather_four = 7.04,
+                                            .gather_eight = 6.6,
                                             .once = 0.0025};
 inline constexpr StepFactor kHalfSteps[] = {
     {32, 128, true, 1, 1, 1.201},   {48, 64, true, 2, 1, 0.891},    {56, 64, true, 4, 1, 0.873},
-    {64, 64, false, 1, 1, 0.923},   {64, 64, true, 4, 1, 0.870},    {64, 128, false, 1, 1, 1.034},
-    {64, 128, false, 2, 1, 0.961},  {64, 128, false, 4, 1, 0.928},  {64, 192, false, 4, 1, 0.944},
-    {64, 192, false, 4, 2, 1.046},  {72, 128, true, 2, 4, 1.109},   {80, 128, true, 2, 1, 1.053},
-    {80, 128, true, 4, 2, 1.090},   {88, 64, true, 1, 2, 1.094},    {88, 64, true, 1, 4, 1.143},
-    {96, 128, true, 1, 2, 1.106},   {96, 128, true, 2, 2, 1.040},   {96, 192, true, 2, 1, 0.958},
+    {64, 64, false, 1, 1, 0.923},   {64, 128, false, 1, 1, 1.010},  {64, 128, false, 2, 1, 0.961},
+    {64, 128, false, 4, 1, 0.928},  {64, 192, false, 4, 1, 0.944},  {64, 192, false, 4, 2, 1.046},
+    {72, 64, true, 1, 4, 0.980},    {72, 128, true, 2, 4, 1.109},   {80, 128, true, 2, 1, 1.053},
+    {80, 128, true, 4, 2, 1.090},   {88, 64, true, 1, 4, 0.960},    {88, 128, true, 4, 1, 1.070},
+    {96, 128, true, 2, 2, 1.040},   {96, 192, true, 2, 1, 0.958},   {104, 64, true, 1, 4, 0.945},
     {104, 128, true, 4, 2, 1.036},  {112, 128, true, 4, 2, 1.002},  {112, 192, true, 2, 1, 0.962},
-    {112, 192, true, 4, 2, 1.022},  {120, 128, true, 2, 1, 0.978},  {128, 128, false, 2, 2, 1.028},
-    {128, 128, true, 2, 1, 0.956},  {128, 144, false, 4, 2, 1.089}, {128, 160, false, 4, 1, 0.994},
-    {128, 192, false, 2, 1, 0.962}, {128, 256, false, 2, 1, 1.020}, {136, 128, true, 1, 2, 0.969},
-    {136, 128, true, 1, 4, 0.973},  {144, 128, true, 2, 2, 1.019},  {152, 256, true, 1, 2, 1.009},
-    {160, 192, true, 2, 1, 0.983},  {160, 256, true, 2, 1, 1.054},  {168, 128, true, 1, 2, 0.960},
-    {168, 128, true, 2, 1, 0.939},  {176, 128, true, 1, 4, 0.976},  {176, 192, true, 2, 1, 0.994},
-    {184, 128, true, 1, 2, 0.978},  {192, 64, false, 2, 2, 1.194},  {192, 192, false, 1, 2, 1.001},
+    {120, 128, true, 2, 1, 0.978},  {128, 128, false, 2, 2, 1.028}, {128, 128, true, 2, 1, 0.956},
+    {128, 128, true, 4, 2, 1.000},  {128, 144, false, 4, 2, 1.089}, {128, 160, false, 2, 1, 1.000},
+    {128, 160, false, 4, 1, 0.994}, {128, 192, false, 2, 1, 0.962}, {128, 256, false, 2, 1, 1.020},
+    {136, 128, true, 1, 2, 0.969},  {136, 128, true, 1, 4, 0.973},  {144, 128, true, 2, 2, 1.019},
+    {152, 256, true, 1, 2, 1.009},  {160, 192, true, 2, 1, 0.983},  {160, 256, true, 2, 1, 1.054},
+    {168, 128, true, 1, 2, 0.960},  {168, 128, true, 2, 1, 0.939},  {176, 128, true, 1, 4, 0.976},
+    {176, 192, true, 2, 1, 0.994},  {184, 128, true, 1, 2, 0.978},  {192, 192, false, 1, 2, 1.001},
     {208, 128, true, 1, 2, 0.981},  {232, 128, true, 1, 2, 0.982},  {240, 128, true, 1, 2, 0.986},
     {256, 128, true, 1, 2, 1.011}};
 
@@ -217,8 +225,8 @@ constexpr double step_factor(const TileWork& tile, const StepFactor (&all)[kCoun
 
 /// Cycles of works that are done at the same time. As each waits for the others now and then, that
 /// is more than the longest of them.
-inline double together(double a, double b, double c, double d) {
-  return std::cbrt(a * a * a + b * b * b + c * c * c + d * d * d);
+inline double together(double a, double b, double c, double d, double e) {
+  return std::cbrt(a * a * a + b * b * b + c * c * c + d * d * d + e * e * e);
 }
 
 /// Microseconds from the sums of a tile's pieces to their sum; 0 for whole tiles. The cluster that
@@ -254,7 +262,7 @@ inline double product_microseconds(const ProductCosts& cost, const TileWork& til
                         tile.shared_lines * kLineBytes / cost.shared_bytes,
                         (line(of.pitch_a) * tile.fetched_a + line(of.pitch_b) * tile.fetched_b) *
                             kLineBytes / cost.l2_bytes * std::max(cost.least_asking, asking),
-                        cost.least_cycles);
+                        cost.least_cycles, tile.gathering);
   const int per_line = static_cast<int>(kLineBytes) / of.element_bytes;
   const double steps = (shape.depth + per_line - 1) / per_line;
 
@@ -291,6 +299,11 @@ inline double product_microseconds(const ProductCosts& cost, const TileWork& til
           handover_microseconds(cost, tile, division);
   constexpr double kOverlap = 1.7;  // between a sum (1) and the longer one (infinity)
   return more + std::pow(std::pow(busy, kOverlap) + std::pow(memory, kOverlap), 1 / kOverlap);
+}
+
+/// Microseconds until so many elements have been copied into aligned rows.
+inline double copies_microseconds(const ProductCosts& cost, int element_bytes, double elements) {
+  return elements > 0 ? cost.copies + cost.copy * 2 * element_bytes * elements / memory_rate() : 0;
 }
 
 /// How long a product should take with tiles that are so divided.

@@ -15,7 +15,7 @@
 //     rows of A as suit N.
 //   - At 2222 x 104 there are 70 tiles of 64 x 64. Of 64 columns by 56 rows there are 80, and
 //     blocks of a cluster share B. A stage of such a tile is small: 14 of them may be on their way
-//     at the same time.
+//     at the same time. The blocks of a cluster fetch whole tiles in turn (InTurn).
 //   - At N = 1800 every other row begins in the middle of a sector of 32 bytes, and copies are
 //     slow. Four tiles in a cluster, two by two, fetch a third less than two do.
 //   - Where no size fits, the tiles of the last two rounds are divided along k, so that clusters
@@ -27,6 +27,10 @@
 //     that to memory would take a part of this product's time.
 //   - Where rows are not aligned to 16 bytes, the copy engine cannot follow them. One kernel copies
 //     A and B into rows that are: N^2 bytes against N^3 operations. C leaves without its help.
+//   - Where B has few columns, to copy A takes longer than to multiply it: 28 us of 43 at 85 x 4484
+//     with a depth of 3576. If its rows begin at even elements, threads of the product's own blocks
+//     copy it, each block the tiles that it multiplies (layouts/gathered.cuh). So it is with B where
+//     A has few rows.
 // product() of operators/product/product.cuh is lesson 3's kernel for all of these.
 #pragma once
 
@@ -35,6 +39,7 @@
 #include <type_traits>
 #include <vector>
 
+#include "operators/product/layouts/gathered.cuh"
 #include "operators/product/plan.cuh"
 #include "operators/product/portable/half.cuh"
 #include "operators/product/store_sums.cuh"
@@ -64,19 +69,18 @@ class HalfProduct {
     const auto self = std::make_shared<const HalfProduct>(*this);
     using Choice = std::conditional_t<kSums, FewTiles, ManyTiles>;
     Choice::template offer<Epilogue>(ways, exchange_, shape_, A_.stride, B_.stride, c_rows(), self,
-                                     c_stride_ != 0);
+                                     c_stride_ != 0, copies(A_.copied, B_.copied));
     if constexpr (kSums) {
       offer_slices<Tiles<T, 64, 128, 1, 1, 2>, 4>(ways, self);
     } else {
-      offer_slices<Tiles<T, 128, 192, 2, 1, 2>, 2>(ways, self);
       offer_slices<Tiles<T, 128, 128, 2, 2, 2>, 2>(ways, self);
-      offer_slices<Tiles<T, 192, 64, 2, 2, 1>, 2>(ways, self);
       offer_slices<Tiles<T, 64, 192, 4, 1, 2>, 2>(ways, self);
       offer_slices<Tiles<T, 64, 128, 2, 1, 2>, 2>(ways, self);
       offer_slices<Tiles<T, 64, 128, 4, 1, 2>, 2>(ways, self);
       offer_slices<Tiles<T, 64, 64, 1, 1, 1>, 8>(ways, self);
-      offer_slices<OneRow<Tiles<T, 64, 128, 1, 1, 2>>, 2>(ways, self);
       offer_slices<OneRow<Tiles<T, 64, 64, 1, 1, 1>>, 4>(ways, self);
+      offer_gathered<Gathers::left>(ways, self);
+      offer_gathered<Gathers::right>(ways, self);
     }
     exchange_.allocate(caller_.workspace);
     std::vector<Way> found = ways.found();
@@ -101,27 +105,28 @@ class HalfProduct {
   // also boxes for results). These were chosen among more tiles, as those that lose the least at
   // shapes of all sizes; the ones of OneRow are for few rows, and those in slices of clusters that
   // share copies for a long k.
-  using ManyTiles = TileChoice<
-      Tiles<T, 192, 192, 1, 2, 1>, Tiles<T, 128, 256, 2, 1, 2>, Tiles<T, 128, 192, 2, 1, 3>,
-      Tiles<T, 128, 160, 4, 1, 2>, Tiles<T, 128, 144, 4, 2, 1>, Tiles<T, 64, 192, 4, 2, 3>,
-      Tiles<T, 64, 128, 1, 1, 2>, Tiles<T, 64, 128, 4, 1, 2>, Tiles<T, 64, 64, 1, 1, 1>,
-      TransposedTiles<T, 160, 256, 2, 1>, TransposedTiles<T, 152, 256, 1, 2>,
-      TransposedTiles<T, 176, 192, 2, 1>, TransposedTiles<T, 256, 128, 1, 2>,
-      TransposedTiles<T, 240, 128, 1, 2>, TransposedTiles<T, 160, 192, 2, 1>,
-      TransposedTiles<T, 232, 128, 1, 2>, TransposedTiles<T, 208, 128, 1, 2>,
-      TransposedTiles<T, 184, 128, 1, 2>, TransposedTiles<T, 176, 128, 1, 4>,
-      TransposedTiles<T, 168, 128, 1, 2>, TransposedTiles<T, 168, 128, 2, 1>,
-      TransposedTiles<T, 112, 192, 4, 2>, TransposedTiles<T, 112, 192, 2, 1>,
-      TransposedTiles<T, 96, 192, 2, 1>, TransposedTiles<T, 144, 128, 2, 2>,
-      TransposedTiles<T, 136, 128, 1, 2>, TransposedTiles<T, 136, 128, 1, 4>,
-      TransposedTiles<T, 120, 128, 2, 1>, TransposedTiles<T, 112, 128, 4, 2>,
-      TransposedTiles<T, 104, 128, 4, 2>, TransposedTiles<T, 96, 128, 1, 2>,
-      TransposedTiles<T, 96, 128, 2, 2>, TransposedTiles<T, 80, 128, 2, 1>,
-      TransposedTiles<T, 80, 128, 4, 2>, TransposedTiles<T, 72, 128, 2, 4>,
-      TransposedTiles<T, 88, 64, 1, 2>, TransposedTiles<T, 88, 64, 1, 4>,
-      TransposedTiles<T, 64, 64, 4, 1>, TransposedTiles<T, 56, 64, 4, 1>,
-      TransposedTiles<T, 48, 64, 2, 1>, OneRow<Tiles<T, 64, 128, 2, 1, 2>>,
-      OneRow<TransposedTiles<T, 128, 128, 2, 1>>, OneRow<TransposedTiles<T, 32, 128, 1, 1>>>;
+  using ManyTiles =
+      TileChoice<Tiles<T, 192, 192, 1, 2, 1>, Tiles<T, 128, 256, 2, 1, 2>,
+                 Tiles<T, 128, 192, 2, 1, 3>, Tiles<T, 128, 160, 4, 1, 2>,
+                 Tiles<T, 128, 160, 2, 1, 2>, Tiles<T, 128, 144, 4, 2, 1>,
+                 Tiles<T, 64, 192, 4, 2, 3>, Tiles<T, 64, 128, 1, 1, 2>, Tiles<T, 64, 128, 4, 1, 2>,
+                 Tiles<T, 64, 64, 1, 1, 1>, TransposedTiles<T, 160, 256, 2, 1>,
+                 TransposedTiles<T, 152, 256, 1, 2>, TransposedTiles<T, 176, 192, 2, 1>,
+                 TransposedTiles<T, 256, 128, 1, 2>, TransposedTiles<T, 240, 128, 1, 2>,
+                 TransposedTiles<T, 160, 192, 2, 1>, TransposedTiles<T, 232, 128, 1, 2>,
+                 TransposedTiles<T, 208, 128, 1, 2>, TransposedTiles<T, 184, 128, 1, 2>,
+                 TransposedTiles<T, 176, 128, 1, 4>, TransposedTiles<T, 168, 128, 1, 2>,
+                 TransposedTiles<T, 168, 128, 2, 1>, TransposedTiles<T, 112, 192, 2, 1>,
+                 TransposedTiles<T, 96, 192, 2, 1>, TransposedTiles<T, 144, 128, 2, 2>,
+                 TransposedTiles<T, 136, 128, 1, 2>, TransposedTiles<T, 136, 128, 1, 4>,
+                 TransposedTiles<T, 120, 128, 2, 1>, TransposedTiles<T, 112, 128, 4, 2>,
+                 TransposedTiles<T, 104, 128, 4, 2>, TransposedTiles<T, 96, 128, 2, 2>,
+                 TransposedTiles<T, 128, 128, 4, 2>, TransposedTiles<T, 88, 128, 4, 1>,
+                 TransposedTiles<T, 80, 128, 2, 1>, TransposedTiles<T, 80, 128, 4, 2>,
+                 TransposedTiles<T, 72, 128, 2, 4>, InTurn<TransposedTiles<T, 104, 64, 1, 4>>,
+                 InTurn<TransposedTiles<T, 88, 64, 1, 4>>, InTurn<TransposedTiles<T, 72, 64, 1, 4>>,
+                 TransposedTiles<T, 56, 64, 4, 1>, TransposedTiles<T, 48, 64, 2, 1>,
+                 OneRow<Tiles<T, 64, 128, 2, 1, 2>>, OneRow<TransposedTiles<T, 32, 128, 1, 1>>>;
 
   // Of sums in fp32: each of these is a kernel more to compile, for large shapes, for small ones
   // and for few rows.
@@ -137,6 +142,13 @@ class HalfProduct {
   /// How far the rows of C are apart, in elements of T.
   int64_t c_rows() const {
     return (c_stride_ != 0 ? c_stride_ : shape_.cols) * int64_t{sizeof(Out) / sizeof(T)};
+  }
+
+  /// Microseconds until these factors have been copied.
+  double copies(bool of_a, bool of_b) const {
+    return copies_microseconds(kHalfCosts, sizeof(T),
+                               (of_a ? 1.0 * shape_.rows * shape_.depth : 0) +
+                                   (of_b ? 1.0 * shape_.depth * shape_.cols : 0));
   }
 
   template <class Tile, int kGrids>
@@ -174,8 +186,80 @@ class HalfProduct {
           const Exchange exchange = of.exchange_.exchange(plan.clusters > 1);
           of.launch(Work{of.template work<Tile, kOfCluster>(schedule, exchange), plan.clusters});
         }};
-    product::offer_slices(ways, exchange_, facts_of<Work>(), shape_,
-                          tile_estimate<Tile>(shape_, A_.stride, B_.stride, c_rows()), launch);
+    product::offer_slices(
+        ways, exchange_, facts_of<Work>(), shape_,
+        tile_estimate<Tile>(shape_, A_.stride, B_.stride, c_rows(), copies(A_.copied, B_.copied)),
+        launch);
+  }
+
+  template <class Tile, int kGrids = 1>
+  GatheredProduct<Tile, Epilogue, kGrids> gathered_work(const Schedule<Tile>& schedule,
+                                                        const Exchange& exchange) const {
+    GatheredProduct<Tile, Epilogue, kGrids> work = {{{}, {}, epilogue<Tile>(), schedule, exchange},
+                                                    {}};
+    const AlignedRows<T>& gathered = Tile::kLeft ? A_ : B_;
+    work.from = {gathered.from, gathered.cols, gathered.rows, gathered.cols};
+    if constexpr (Tile::kLeft) {
+      work.B = {{B_.map(Tile::kRowsB)}};
+    } else {
+      work.A = {{A_.map(Tile::kRowsA)}};
+    }
+    return work;
+  }
+  template <class Work>
+  void launch_gathered(const Work& work) const {
+    const AlignedRows<T>& copied = Work::Tile::kLeft ? B_ : A_;
+    launch_product(work, RowCopies<T, 2>{copied.job(), {}}, caller_.stream);
+  }
+
+  /// The ways in which threads copy a factor from where it lies.
+  template <Gathers kOf>
+  void offer_gathered(Ways& ways, const std::shared_ptr<const HalfProduct>& self) {
+    const AlignedRows<T>& factor = kOf == Gathers::left ? A_ : B_;
+    if (!factor.copied || factor.cols % 2 != 0) return;
+    if constexpr (kOf == Gathers::left) {
+      offer_gathered<GatheredTile<Tiles<T, 64, 128, 1, 1, 2>, kOf>, 1>(ways, self);
+      offer_gathered<GatheredTile<Tiles<T, 64, 128, 1, 1, 2>, kOf>, 4>(ways, self);
+    } else {
+      offer_gathered<GatheredTile<Tiles<T, 128, 64, 1, 1, 2>, kOf>, 1>(ways, self);
+      offer_gathered<GatheredTile<TransposedTiles<T, 96, 128, 1, 1>, kOf>, 1>(ways, self);
+      offer_gathered<GatheredTile<Tiles<T, 128, 64, 1, 1, 2>, kOf>, 4>(ways, self);
+    }
+  }
+  template <class Tile, int kOfCluster>
+  void offer_gathered(Ways& ways, const std::shared_ptr<const HalfProduct>& self) {
+    using Whole = GatheredProduct<Tile, Epilogue, kOfCluster>;
+    constexpr bool kLeft = Tile::kLeft;
+    constexpr bool kInBoxes = Tile::BN / kOfCluster % kBoxCols == 0;  // of a block's columns
+    if (c_stride_ != 0 && !kInBoxes) return;
+    const Estimate estimate =
+        gathered_estimate<Tile>(shape_, (kLeft ? A_ : B_).cols, (kLeft ? B_ : A_).stride, c_rows(),
+                                copies(!kLeft && A_.copied, kLeft && B_.copied));
+    const auto named = [&](WorkFacts facts) {
+      facts.before = kLeft ? "A by threads; " : "B by threads; ";
+      facts.stages = ProductShared<Tile>::kStages;
+      facts.gathers = kLeft ? 1 : 2;
+      return facts;
+    };
+    if constexpr (kOfCluster == 1) {
+      const LaunchOf<HalfProduct, ProductPlan> launch = {
+          self, [](const HalfProduct& of, const ProductPlan& plan) {
+            of.launch_gathered(of.template gathered_work<Tile>(
+                Schedule<Tile>(of.shape_, plan.clusters, plan.shares),
+                of.exchange_.exchange(plan.shares)));
+          }};
+      offer_plans(ways, exchange_, named(facts_of<Whole>()), shape_, estimate, launch);
+    } else {
+      using Work = SlicedProduct<Whole, kOfCluster>;
+      const LaunchOf<HalfProduct, SlicedPlan> launch = {
+          self, [](const HalfProduct& of, const SlicedPlan& plan) {
+            const Schedule<Tile> schedule(of.shape_, plan.tiles * plan.slices, true);
+            const Exchange exchange = of.exchange_.exchange(plan.clusters > 1);
+            of.launch_gathered(Work{of.template gathered_work<Tile, kOfCluster>(schedule, exchange),
+                                    plan.clusters});
+          }};
+      product::offer_slices(ways, exchange_, named(facts_of<Work>()), shape_, estimate, launch);
+    }
   }
 
   AlignedRows<T> A_, B_;

@@ -231,20 +231,24 @@ inline bool suits_one_row(int rows, int rows_of_tile, double bytes) {
 }
 
 /// Launches a product of matrices with aligned rows, in as many clusters as its schedule has. Rows
-/// that are not aligned are copied before.
+/// that are not aligned are copied before: those of `copies`.
 template <class Work, typename T>
-void launch_product(const Work& work, const AlignedRows<T>& A, const AlignedRows<T>& B,
-                    cudaStream_t stream) {
+void launch_product(const Work& work, const RowCopies<T, 2>& copies, cudaStream_t stream) {
   using Tile = typename Work::Tile;
   constexpr size_t kBytes = sizeof(typename Work::Shared);
-  if (A.copied || B.copied) {
-    const RowCopies<T, 2> copies{A.job(), B.job()};
+  if (copies.of[0].rows > 0 || copies.of[1].rows > 0) {
     align_rows<T, 2><<<copies.blocks(), kCopyThreads, 0, stream>>>(copies);
   }
   allow_shared_bytes(product<Work>, kBytes);
   // Early, whatever runs before: the kernel reads and writes after wait_for_previous_kernel() only.
   launch_clusters_on(stream, product<Work>, 1, true, work.schedule.clusters * Tile::kBlocks,
                      Tile::kThreads, kBytes, work);
+}
+
+template <class Work, typename T>
+void launch_product(const Work& work, const AlignedRows<T>& A, const AlignedRows<T>& B,
+                    cudaStream_t stream) {
+  launch_product(work, RowCopies<T, 2>{A.job(), B.job()}, stream);
 }
 
 /// How a product is computed with some tiles, and how long that should take. `shares`: several
@@ -288,19 +292,20 @@ constexpr TileWork work_of_tile() {
           .consumers = Tile::kConsumers,
           .multiplied = 1.0 * Tile::BM * Tile::BN,
           .shared_lines = 1.0 * Tile::BM + kLinesOfB + Tile::kLinesRead,
-          .fetched_a = Tile::kRowsA,
+          .fetched_a = 1.0 * Tile::BM / Tile::kSide,
           .fetched_b = 1.0 * kLinesOfB / Tile::kStack};
 }
 
 /// How long a product should take with a Tile. The strides are of A's and B's rows, and of C's, in
-/// elements.
+/// elements. more: further microseconds.
 template <class Tile>
 Estimate tile_estimate(const ProductShape& shape, int64_t stride_a, int64_t stride_b,
-                       int64_t stride_c) {
+                       int64_t stride_c, double more = 0) {
   constexpr TileWork kWork = work_of_tile<Tile>();
   constexpr int kBytes = sizeof(typename Tile::Element);
   return estimate_of(kHalfCosts, kWork, step_factor(kWork, kHalfSteps),
-                     {shape, kBytes, kBytes * stride_a, kBytes * stride_b, kBytes * stride_c});
+                     {shape, kBytes, kBytes * stride_a, kBytes * stride_b, kBytes * stride_c},
+                     more);
 }
 
 /// What plans depend on of a Work. What does not depend on it any further is compiled once, and not
@@ -315,11 +320,12 @@ struct WorkFacts {
   int rows, cols;           ///< of the tile, in the order of the name
   bool transposed, read_once, shares_copies;
   int stages, stack, side;
+  int gathers = 0;  ///< 1, 2: threads copy A, B (GatheredProduct)
 
   /// With so many blocks or slices, in one of the ways to divide tiles among them.
   WayId id(Divided divided, int64_t count) const {
     return way_id({static_cast<int64_t>(divided), count, rows, cols, transposed, read_once, stages,
-                   stack, side, slices_of_cluster, shares_copies});
+                   stack, side, slices_of_cluster, shares_copies, gathers});
   }
   /// "tile 176 x 192, transposed"
   std::string name_of_tile() const {
@@ -473,25 +479,25 @@ struct LaunchOf {
 /// The estimate of a product with this epilogue, which may say itself how long it takes.
 template <class Tile, class Epilogue>
 Estimate estimate_with(const ProductShape& shape, int64_t stride_a, int64_t stride_b,
-                       int64_t stride_c) {
+                       int64_t stride_c, double more) {
   if constexpr (requires { Epilogue::template microseconds<Tile>(shape, Division()); }) {
     return [shape](const Division& division) {
       return Epilogue::template microseconds<Tile>(shape, division);
     };
   } else {
-    return tile_estimate<Tile>(shape, stride_a, stride_b, stride_c);
+    return tile_estimate<Tile>(shape, stride_a, stride_b, stride_c, more);
   }
 }
 
 /// The ways to compute a product: the plans for each Tile. A plan's launch is the Owner's
 /// launch<Tile>(plan). The strides are of A's, B's and C's rows, in elements. in_boxes: only those
-/// in which all results leave in boxes.
+/// in which all results leave in boxes. more: see tile_estimate().
 template <class... Tile>
 struct TileChoice {
   template <class Epilogue, class Owner>
   static void offer(Ways& ways, SharedSums& sums, const ProductShape& shape, int64_t stride_a,
                     int64_t stride_b, int64_t stride_c, const std::shared_ptr<const Owner>& owner,
-                    bool in_boxes = false) {
+                    bool in_boxes = false, double more = 0) {
     const auto add_plans = [&]<class Each>() {
       if (!suits<Each>(shape) || (in_boxes && !leaves_in_boxes<Each>())) return;
       WorkFacts facts = facts_of<MatrixProduct<Each, Epilogue>>();
@@ -499,7 +505,7 @@ struct TileChoice {
       const LaunchOf<Owner, ProductPlan> launch = {
           owner, [](const Owner& of, const ProductPlan& plan) { of.template launch<Each>(plan); }};
       offer_plans(ways, sums, facts, shape,
-                  estimate_with<Each, Epilogue>(shape, stride_a, stride_b, stride_c), launch);
+                  estimate_with<Each, Epilogue>(shape, stride_a, stride_b, stride_c, more), launch);
     };
     (add_plans.template operator()<Tile>(), ...);
   }

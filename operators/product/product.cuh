@@ -24,6 +24,9 @@
 //         If there is one: prepares barriers of its own, in the thread that prepares the pipeline.
 //     help(shared, grid)
 //         If there is one: what the three warps beside the thread that copies do.
+//     kHelpers
+//         If there is one: how many of these warps fill a part of each stage, and arrive at its
+//         barrier `full`.
 //
 // MatrixProduct, below, is the Work of a plain product, with an epilogue for its results. What
 // ranks its tiles is in operators/product/plan.cuh.
@@ -129,6 +132,17 @@ struct OneRow : Tile {
 template <class Tile>
 inline constexpr bool kIsOneRow = requires {
   typename Tile::Many;
+};
+
+/// The same tiles, where the blocks of a cluster fetch whole tiles of a factor in turn (BlockGrid).
+template <class Tile>
+struct InTurn : Tile {
+  static constexpr bool kInTurn = true;
+  static constexpr int kRowsA = Tile::BM, kRowsB = kStepK;
+};
+template <class Tile>
+inline constexpr bool kIsInTurn = requires {
+  Tile::kInTurn;
 };
 
 /// A factor, described to the copy engine. As a right one it may be kCount matrices of as many
@@ -545,7 +559,7 @@ struct MatrixProduct {
   Exchange exchange;
 
 #if HOPPER_CODE
-  using Grid = BlockGrid<Tile::kStack, Tile::kSide, kGrids>;
+  using Grid = BlockGrid<Tile::kStack, Tile::kSide, kGrids, kIsInTurn<Tile>>;
 
   /// Every other piece of a cluster is walked from the end of k to its beginning: what the tile
   /// before it ended with is still in the L2 cache. (Not so if steps have to be `in_order`.) One
@@ -571,6 +585,7 @@ struct MatrixProduct {
         at = work.schedule.place(piece.tile, grid.stack, grid.side);
       }
       --left;
+      if constexpr (kIsInTurn<Tile>) turn = turn + 1 == Shared::kStages ? 0 : turn + 1;
       if (in_step && ++done % Pace::kSteps == 0) pace.next();
       return true;
     }
@@ -587,13 +602,19 @@ struct MatrixProduct {
     __device__ void load_rows(Stage& stage, Barrier* arrived) const {
       constexpr int kBoxes = Tile::Share::kAllBoxes / kRightFactors;
       static_assert(kRightFactors == 1 || Tile::BN % (kBoxCols * kRightFactors) == 0);
-      grid.template load<kAlone>(stage.a, &work.A.maps[0], at.row, k, arrived);
+      if constexpr (kIsInTurn<Tile>) {
+        grid.template load<kAlone>(stage.a, &work.A.maps[0], at.row, k, arrived, turn);
+      } else {
+        grid.template load<kAlone>(stage.a, &work.A.maps[0], at.row, k, arrived);
+      }
       const auto source = [&](int box) {
         return BoxSource{&work.B.maps[kRightFactors == 1 ? 0 : box / kBoxes],
                          kRightFactors == 1 ? at.col + kBoxCols * box
                                             : at.col / kRightFactors + kBoxCols * (box % kBoxes)};
       };
-      if constexpr (kIsOneRow<Tile>) {
+      if constexpr (kIsInTurn<Tile>) {
+        grid.template load<kAlone>(stage.b, source, k, arrived, turn);
+      } else if constexpr (kIsOneRow<Tile>) {
         grid.template load<kAlone>(stage.b, source, k, arrived, evict_first());
       } else {
         grid.template load<kAlone>(stage.b, source, k, arrived);
@@ -618,6 +639,7 @@ struct MatrixProduct {
     const bool in_step;
     bool backward = false;
     int left = 0, by = 0, done = 0;
+    int turn = -1;  // the stage that is filled, if it is InTurn
   };
 
   /// Of clusters that share a tile the one that comes last runs the epilogue.
@@ -677,6 +699,15 @@ constexpr int cluster_blocks() {
 template <class Work>
 inline constexpr int kClusterBlocks = cluster_blocks<Work>();
 
+/// Warps that fill a part of each stage, beside the thread that copies.
+template <class Work>
+constexpr int filling_warps() {
+  if constexpr (requires { Work::kHelpers; }) return Work::kHelpers;
+  return 0;
+}
+template <class Work>
+inline constexpr int kFillingWarps = filling_warps<Work>();
+
 /// Launched with kClusterBlocks<Work> blocks for each cluster. One thread of a block orders copies,
 /// and Tile::kConsumers warpgroups multiply.
 template <class Work>
@@ -702,7 +733,12 @@ __global__ void HOPPER_CLUSTER(kClusterBlocks<Work>) __launch_bounds__(Work::Til
     }
   } else if (warp == 1 && elect_one()) {
     if constexpr (requires { work.prepare(shared); }) work.prepare(shared);
-    prepare<Work::kFetchesFirst>(shared.pipeline, Tile::kConsumers * grid.kPeers);
+    if constexpr (kIsInTurn<Tile>) {
+      prepare_in_turn<Work::kFetchesFirst>(shared.pipeline, grid, Tile::kConsumers);
+    } else {
+      prepare<Work::kFetchesFirst>(shared.pipeline, Tile::kConsumers * grid.kPeers,
+                                   1 + kFillingWarps<Work>);
+    }
   }
   grid.meet();
   if constexpr (!Work::kFetchesFirst) wait_for_previous_kernel();

@@ -328,7 +328,7 @@ class Tf32Product {
         kCosts, kWork,
         kSplit ? step_factor(kWork, kSplitTf32Steps) : step_factor(kWork, kTf32Steps),
         {shape_, 4, 4 * A_.stride, 4 * B_.stride, 4 * c_stride_},
-        copied > 0 ? kCosts.copies + kCosts.copy * 8 * copied / memory_rate() : 0);
+        copies_microseconds(kCosts, 4, copied));
   }
 
   /// `shares`: sums go through memory.

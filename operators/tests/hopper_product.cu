@@ -13,6 +13,7 @@
 #include <vector>
 
 #include "common/device.h"
+#include "operators/product/layouts/gathered.cuh"
 #include "operators/product/product.cuh"
 #include "operators/product/sliced.cuh"
 #include "operators/product/tf32_product.cuh"
@@ -62,6 +63,26 @@ struct Matrix {
     return tensor_map<T>(data, rows, cols, box_rows, to_tf32, stride);
   }
   Factor<> factor(int box_rows) const { return {{map(box_rows)}}; }
+};
+
+/// The same, dense. Behind the last row are some elements that are NaN.
+template <typename T>
+struct Dense {
+  int rows, cols;
+  T* data = nullptr;
+
+  Dense(int row_count, int col_count) : rows(row_count), cols(col_count) {
+    CUDA_CHECK(cudaMalloc(&data, bytes()));
+    std::vector<T> host(bytes() / sizeof(T), T(NAN));
+    for (int i = 0; i < rows * cols; ++i) host[i] = T(Matrix<T>::number(i / cols, i % cols));
+    CUDA_CHECK(cudaMemcpy(data, host.data(), bytes(), cudaMemcpyHostToDevice));
+  }
+  ~Dense() { cudaFree(data); }
+  Dense(const Dense&) = delete;
+  Dense& operator=(const Dense&) = delete;
+
+  size_t bytes() const { return (static_cast<size_t>(rows) * cols + 8) * sizeof(T); }
+  GatheredRows<T> gathered() const { return {data, cols, rows, cols}; }
 };
 
 /// A product of which a cluster has kOfCluster slices beside each other; 1: none.
@@ -174,6 +195,66 @@ bool right(const ProductShape& shape, bool split, bool in_step, int slices = 0) 
               ok ? "" : ": FAILED");
   memory.free();
   cudaFree(C);
+  return ok;
+}
+
+/// The same of dense rows, where threads copy one factor. What is behind the last row is NaN.
+template <class Tile, int kOfCluster = 1>
+bool right_gathered(const ProductShape& shape, int slices) {
+  using T = typename Tile::Element;
+  using Whole = GatheredProduct<Tile, StoreRounded<T>, kOfCluster>;
+  using Work = typename InSlices<Whole, kOfCluster>::Work;
+  const Dense<T> A(shape.rows, shape.depth), B(shape.depth, shape.cols), C(shape.rows, shape.cols);
+  constexpr int kBytes = sizeof(typename Work::Shared);
+  const auto kernel = product<Work>;
+  allow_shared_bytes(kernel, kBytes);
+  const int capacity = clusters_that_fit(kernel, kClusterBlocks<Work>, Tile::kThreads, kBytes);
+  if (capacity == 0) return true;
+  const Schedule<Tile> whole(shape, capacity, false);
+  slices = slices_of(slices, kOfCluster, whole.steps);
+  if (slices == 0 && kOfCluster > 1) return true;
+  const int clusters =
+      slices > 0 ? whole.tiles * slices : static_cast<int>(persistent(whole.tiles, capacity));
+  const Shared memory = Shared::of<Work>(clusters, whole.tiles);
+  Whole all{{{},
+             {},
+             {{}, C.data, shape.rows, shape.cols, false},
+             Schedule<Tile>(shape, clusters, slices > 0),
+             Exchange{nullptr, memory.counts, memory.sums}},
+            (Tile::kLeft ? A : B).gathered()};
+  if constexpr (Tile::kLeft) {
+    all.B = {{tensor_map<T>(B.data, B.rows, B.cols, Tile::kRowsB)}};
+  } else {
+    all.A = {{tensor_map<T>(A.data, A.rows, A.cols, Tile::kRowsA)}};
+  }
+  const Work work = [&] {
+    if constexpr (kOfCluster > 1) {
+      return Work{all, slices / kOfCluster};
+    } else {
+      return all;
+    }
+  }();
+  bool ok = true;
+  for (int launch = 0; launch < 2; ++launch) {  // a launch leaves what the next one needs
+    CUDA_CHECK(cudaMemset(C.data, 0xff, C.bytes()));
+    launch_product(work, RowCopies<T, 2>{}, nullptr);
+    CUDA_CHECK(cudaDeviceSynchronize());
+    std::vector<T> host(C.bytes() / sizeof(T));
+    CUDA_CHECK(cudaMemcpy(host.data(), C.data, C.bytes(), cudaMemcpyDeviceToHost));
+    for (int row = 0; row < shape.rows; ++row) {
+      for (int col = row % 16; col < shape.cols; col += 16) {
+        double sum = 0;
+        for (int k = 0; k < shape.depth; ++k)
+          sum += Matrix<T>::number(row, k) * Matrix<T>::number(k, col);
+        const double found = static_cast<float>(host[static_cast<size_t>(row) * shape.cols + col]);
+        ok =
+            ok && std::fabs(found - sum) <= std::fabs(sum) / (std::is_same_v<T, half> ? 1024 : 128);
+      }
+    }
+  }
+  std::printf("%d x %d tiles, %s by threads, %s%s\n", Tile::BM, Tile::BN, Tile::kLeft ? "A" : "B",
+              sharing(all.schedule.shared, slices, kOfCluster), ok ? "" : ": FAILED");
+  memory.free();
   return ok;
 }
 
@@ -336,6 +417,20 @@ int main(int argc, char** argv) {
   ok = right<Tiles<__nv_bfloat16, 64, 64, 1, 1, 1>, 4>(shape, false, false, 8) && ok;
   ok = right<Tiles<__nv_bfloat16, 64, 128, 2, 1, 2>, 2>(shape, false, false, 4) && ok;
   ok = right<Tiles<half, 128, 128, 2, 2, 2>, 2>(shape, false, false, 2) && ok;
+  // Blocks fetch in turn: four beside each other, four below each other, and eight.
+  ok = right<InTurn<TransposedTiles<half, 88, 64, 1, 4>>>(shape, false, false) && ok;
+  ok = right<InTurn<TransposedTiles<__nv_bfloat16, 56, 64, 4, 1>>>(shape, true, false) && ok;
+  ok = right<InTurn<TransposedTiles<half, 64, 64, 2, 4>>>(shape, false, false) && ok;
+  // Threads copy one factor, whose rows begin at multiples of 4 bytes, or of 8.
+  const int even = std::min(shape.depth, 1500) / 8 * 8 + 8, most_rows = std::min(shape.rows, 140);
+  const int most_cols = std::min(shape.cols, 300) / 8 * 8 + 8;
+  using Right = GatheredTile<Tiles<half, 64, 128, 1, 1, 2>, Gathers::right>;
+  using Left = GatheredTile<Tiles<half, 128, 64, 1, 1, 2>, Gathers::left>;
+  ok = right_gathered<Right>({most_rows, most_cols + 2, even}, 0) && ok;
+  ok = right_gathered<Left>({most_rows, most_cols, even + 6}, 2) && ok;
+  ok = right_gathered<GatheredTile<Tiles<__nv_bfloat16, 64, 64, 1, 1, 1>, Gathers::right>, 4>(
+           {most_rows, most_cols + 4, even}, 8) &&
+       ok;
   // Threads copy and split these operands themselves. Under ThreadSanitizer a tile takes ten times
   // as long.
   const ProductShape quarter{(shape.rows + 1) / 2, (shape.cols + 1) / 2, shape.depth};

@@ -81,7 +81,17 @@ def test_rows_as_they_lie_are_right(sizes, monkeypatch):
         result.stdout + result.stderr)
 
 
-@pytest.mark.parametrize("sizes", [*SHAPES, "4096 1000 4104", "1000 4097 333", "453 88 3629"])
+@pytest.mark.parametrize("sizes, factor", [("40 100 1070", "A"), ("40 100 520", "B"), ("70 34 130", "A")])
+def test_a_factor_that_threads_copy_is_right(sizes, factor, monkeypatch):
+    """In 16 bits, where rows begin at multiples of 8 bytes or of 4."""
+    monkeypatch.setenv("CUDA_CPU_MULTIPROCESSORS", "16")
+    result = run_program(TESTS / "product_shapes", *sizes.split())
+    for name in ("fp16", "bf16"):
+        assert result.returncode == 0 and f"{name}, {factor} by threads" in result.stdout, result.stdout + result.stderr
+
+
+@pytest.mark.parametrize("sizes", [*SHAPES, "4096 1000 4104", "1000 4097 333", "453 88 3629", "85 4484 3576",
+                                   "568 80 3518"])
 def test_product_shapes_on_a_gpu(sizes):
     result = run_program(hopper_program("operators/tests/product_shapes"), *sizes.split())
     assert result.returncode == 0 and result.stdout, result.stdout + result.stderr

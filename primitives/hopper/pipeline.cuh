@@ -110,6 +110,16 @@ __device__ void prepare(Pipe& pipe, int readers, int makers = 1) {
   }
   barrier_init_fence();
 }
+/// The same where blocks fill stages in turn (BlockGrid), and not all stages are given back by
+/// equally many blocks. Each of these has so many readers.
+template <bool kFirstIsReady, class Pipe, class Blocks>
+__device__ void prepare_in_turn(Pipe& pipe, const Blocks& blocks, int readers) {
+  for (int t = 0; t < pipe.turns(); ++t) {
+    if (t > 0 || !kFirstIsReady) barrier_init(&pipe.full[t], 1);
+    barrier_init(&pipe.empty[t], readers * blocks.readers(t));
+  }
+  barrier_init_fence();
+}
 
 /// For a kernel that is over in microseconds: the first stage may be filled before the cluster has
 /// met, so that its data come sooner. One thread prepares that stage's barrier by prepare_first(),
@@ -281,9 +291,9 @@ struct Reader {
     barrier_arrive(&done[ring.stage]);
   }
   /// Gives back the stage that wait() has returned. All products with it are done then.
-  __device__ __forceinline__ void give_back() { blocks.release(pipe.empty[ring.stage]); }
+  __device__ __forceinline__ void give_back() { release(ring.stage); }
   /// The same for a stage that next() has gone past.
-  __device__ __forceinline__ void give_back(int stage) { blocks.release(pipe.empty[stage]); }
+  __device__ __forceinline__ void give_back(int stage) { release(stage); }
   /// Goes on by `turns` turns: those that it is done with, or that another reader takes.
   __device__ __forceinline__ void next(int turns = 1) {
     for (int t = 0; t < turns; ++t) ring.advance();
@@ -324,14 +334,21 @@ struct Reader {
   /// Waits for the last products, and gives their stage back, unless `keep`.
   __device__ __forceinline__ void finish(bool keep = false) {
     wgmma_wait<0>();
-    if (!keep) blocks.release(pipe.empty[previous]);
+    if (!keep) release(previous);
     previous = -1;
   }
 
  private:
+  __device__ __forceinline__ void release(int turn) {
+    if constexpr (requires { blocks.release(pipe.empty[turn], turn); }) {
+      blocks.release(pipe.empty[turn], turn);
+    } else {
+      blocks.release(pipe.empty[turn]);
+    }
+  }
   __device__ __forceinline__ void started(bool keep) {
     wgmma_wait<1>();
-    if (previous >= 0 && !keep) blocks.release(pipe.empty[previous]);
+    if (previous >= 0 && !keep) release(previous);
     previous = ring.stage;
     ring.advance();
   }

@@ -44,7 +44,8 @@ HEADERS = {
     PRODUCT: (*SHARED, KERNEL, "operators/product/plan.cuh", "operators/product/sliced.cuh",
               "operators/product/tf32.cuh", "operators/product/split_tf32.cuh",
               "operators/product/portable/fp32_tiles.cuh", "operators/product/portable/tf32.cuh",
-              "operators/product/tf32_product.cuh", "operators/product/shifted.cuh"),
+              "operators/product/tf32_product.cuh", "operators/product/shifted.cuh",
+              "operators/product/layouts/gathered.cuh"),
     "operators_gating": ("operators/gating/rows.cuh", "operators/gating/resident.cuh", "operators/gating/portable.cuh",
                          "operators/gating/layer.cuh"),
     "operators_diffusion": (*SHARED, "operators/diffusion/fused.cuh", "operators/diffusion/one_launch.cuh"),
@@ -78,9 +79,9 @@ OTHERS = {
     # The stage that is still read is given back, or none; a stage that is filled already is
     # filled again; a sum begins with what was in its registers.
     "pipeline": [
-        (r"if \(previous >= 0 && !keep\) blocks\.release\(pipe\.empty\[(previous)\]", "ring.stage"),
-        (r"if \(!keep\) (blocks\.release\(pipe\.empty\[previous\]\))", "static_cast<void>(0)"),
-        (r"void give_back\(\) \{ (blocks\.release\(pipe\.empty\[ring\.stage\]\))", "static_cast<void>(0)"),
+        (r"if \(previous >= 0 && !keep\) release\((previous)\)", "ring.stage"),
+        (r"if \(!keep\) (release\(previous\))", "static_cast<void>(0)"),
+        (r"void give_back\(\) \{ (release\(ring\.stage\))", "static_cast<void>(0)"),
         (r"if \((filled)\) \{", "false"),
         (r"start\(wait\(\), (previous >= 0)\)", "true"),
     ],
@@ -93,6 +94,11 @@ OTHERS = {
         (r"static_cast<uint16_t>\((\(\(1 << kStack\) - 1\) << kStack \* side << first)\)", "1u << (first + rank)"),
         (r"&& Share::kWhole \? (stack) \* kBoxes", "0"),
         (r"kAlone \? i : (side)\) \* kShare", "0"),
+        # The same where blocks fetch in turn.
+        (r"if \((thread == 1 && column != side)\)", "false"),
+        (r"if \((thread == 2 && row != stack)\)", "false"),
+        (r"\(!kAlone && (stage % kStack != stack)\)", "false"),
+        (r"else if \((stage % kSide == side)\)", "true"),
     ],
     "exchange": [
         (r"first == 0 && (before > 0)", "false"),
