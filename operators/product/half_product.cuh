@@ -27,10 +27,10 @@
 //     that to memory would take a part of this product's time.
 //   - Where rows are not aligned to 16 bytes, the copy engine cannot follow them. One kernel copies
 //     A and B into rows that are: N^2 bytes against N^3 operations. C leaves without its help.
-//   - Where B has few columns, to copy A takes longer than to multiply it: 28 us of 43 at 85 x 4484
+//   - Where A has few rows, to copy B takes longer than to multiply it: 28 us of 43 at 85 x 4484
 //     with a depth of 3576. If its rows begin at even elements, threads of the product's own blocks
-//     copy it, each block the tiles that it multiplies (layouts/gathered.cuh). So it is with B where
-//     A has few rows.
+//     copy it, each block the tiles that it multiplies (layouts/gathered.cuh). So it is with A
+//     where B has few columns.
 // product() of operators/product/product.cuh is lesson 3's kernel for all of these.
 #pragma once
 
