@@ -20,9 +20,9 @@ namespace operators::clifford_connected {
 using namespace primitives;
 using product::Beside;
 
-/// A block has a tile of kRows x kCols of a result. The largest one is for a multiprocessor with 163
-/// KB, the next one for two blocks on it, and the small one for shapes that have too few of these. A
-/// step has kMixDepth of k.
+/// A block has a tile of kRows x kCols of a result. The largest one is for a multiprocessor with
+/// 163 KB, the next one for two blocks on it, and the small one for shapes that have too few of
+/// these. A step has kMixDepth of k.
 template <int kRows, int kCols, Beside kA, Beside kB>
 using MixTile = product::Tf32MmaTile<kRows, kCols, kRows / kCols * 2, 2, 3,
                                      (kRows > 128  ? 1
@@ -125,8 +125,8 @@ class MixCopies {
 /// What a launch computes, item by item: a tile of a sum, or a share of its steps. Neighbouring
 /// blocks have the same rows, and so the same part of the left factor, which is the larger one. Of
 /// the first items each block has one, and of the next ones, too, but in the opposite order: the
-/// longest sums come first, and who had a longer one gets a shorter one. For MmaPipeline this starts
-/// the copies of the steps of a block's items.
+/// longest sums come first, and who had a longer one gets a shorter one. For MmaPipeline this
+/// starts the copies of the steps of a block's items.
 template <class Tile>
 class MixItems {
  public:

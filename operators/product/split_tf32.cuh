@@ -31,10 +31,10 @@ __device__ inline SplitTf32 split_tf32(float value) {
   return {high, is_infinite(high) ? 0 : (rest + kHalf) & kMantissa};
 }
 
-// The same for mma.sync, which ignores the 13 lowest bits of an operand. `high` is the nearest number
-// in TF32. So `low` has one bit more than mma.sync takes, at most, and need not be rounded; and the
-// product of two `low`, which is left out, is a quarter of what it is otherwise, and of any sign. A
-// number that is rounded to an infinity counts as one.
+// The same for mma.sync, which ignores the 13 lowest bits of an operand. `high` is the nearest
+// number in TF32. So `low` has one bit more than mma.sync takes, at most, and need not be rounded;
+// and the product of two `low`, which is left out, is a quarter of what it is otherwise, and of any
+// sign. A number that is rounded to an infinity counts as one.
 __device__ inline SplitTf32 split_near(float value) {
   const unsigned high = to_tf32(value);
   const float rest = value - __uint_as_float(high);

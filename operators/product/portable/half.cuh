@@ -147,8 +147,9 @@ class MmaWays {
 
   /// An estimate that is not fitted to measurements. A multiprocessor with all its blocks is
   /// counted with so many multiply-adds in a cycle, in TF32 half as many, fewer with smaller tiles
-  /// of a warp, and two thirds of that with four warps alone; with 45 bytes a cycle from the L2 cache; and with 2000
-  /// cycles for the first data and the results of a tile, twice as many where results have gates.
+  /// of a warp, and two thirds of that with four warps alone; with 45 bytes a cycle from the L2
+  /// cache; and with 2000 cycles for the first data and the results of a tile, twice as many where
+  /// results have gates.
   template <class Tile>
   double microseconds(int64_t tiles, int slices, int steps) const {
     constexpr double kRate = Tile::WM * Tile::WN >= 64 * 64   ? 1050

@@ -186,7 +186,8 @@ class MmaFragments {
       ldmatrix_x4_trans(b[kBuffer][j], stage + (b_lane ^ 16 * j) + k * BN);
     }
   }
-  /// After each step.
+  /// After the first loads, and after each step.
+  __device__ void begin() const {}
   template <class Sum>
   __device__ void end_step(Sum&) const {}
   /// Multiplies row i of 16. Along a row of sums and back along the next one: at each turn B's
@@ -211,11 +212,24 @@ class MmaFragments {
   unsigned a[2][kRows][4], b[2][kCols][4];
 };
 
+/// Which fragments a tile has: its own, or these.
+template <class Tile, typename T>
+struct FragmentsOf {
+  using Type = MmaFragments<Tile, T>;
+};
+template <class Tile, typename T>
+requires requires { typename Tile::OwnFragments; }
+struct FragmentsOf<Tile, T> {
+  using Type = typename Tile::OwnFragments;
+};
+
 /// A block's stages, and a warp's fragments: those of the next part of the depth are loaded while
 /// one is multiplied. `source` starts the copies of one step after the other, in parts (see
 /// MmaCopies::start()); it may go on to another tile on its own.
-template <class Tile, typename T, class Fragments = MmaFragments<Tile, T>>
+template <class Tile, typename T>
 class MmaPipeline {
+  using Fragments = typename FragmentsOf<Tile, T>::Type;
+
  public:
   /// Starts the first stages, waits for one, and loads its first fragments.
   template <class Source>
@@ -229,11 +243,12 @@ class MmaPipeline {
     __syncthreads();
 #pragma unroll
     for (int i = 0; i < Fragments::kRows; ++i) fragments.template load<0>(i, stages, 0);
+    fragments.begin();
   }
 
-  /// Adds to `sum` the products of `steps` steps. In the last part of a step's depth the next step's
-  /// tiles have to be there, and no warp reads this step's any more: it has all fragments. So the
-  /// barrier stands there, and the copies after it may go to the stage that was read.
+  /// Adds to `sum` the products of `steps` steps. In the last part of a step's depth the next
+  /// step's tiles have to be there, and no warp reads this step's any more: it has all fragments.
+  /// So the barrier stands there, and the copies after it may go to the stage that was read.
   template <class Source, class Sum>
   __device__ __forceinline__ void multiply(Source& source, int steps, Sum& sum) {
     constexpr int kDepth = Fragments::kDepth, kRows = Fragments::kRows;

@@ -3,8 +3,8 @@
 //
 // offer_tf32_tiles() has the pipeline of mma_tiles.cuh, for which rows that are not aligned to 16
 // bytes are copied first. PortableTf32 is the product of fp32_tiles.cuh, which reads any rows: for
-// products that are so small that a copy would take too long. (Hopper has that one, too, beside ways
-// of its own.)
+// products that are so small that a copy would take too long. (Hopper has that one, too, beside
+// ways of its own.)
 #pragma once
 
 #include <algorithm>
@@ -147,7 +147,7 @@ void offer_tf32_tiles(Ways& ways, SharedSums& sums, const Caller& caller,
   const MmaWays<float, 1, Tf32Store> tiles(caller, shape, bytes_copied(A) + bytes_copied(B), make);
   if constexpr (kMath == Math::split) {
     // A thread also has the sums of a step, and both numbers of each split element.
-    tiles.offer<Tf32MmaTile<128, 128, 4, 2, 3, 1, Takes::split>,
+    tiles.offer<Tf32MmaTile<128, 128, 2, 4, 3, 1, Takes::split>,
                 Tf32MmaTile<64, 64, 2, 2, 3, 3, Takes::split>>(ways, sums);
   } else {
     // The first wants more shared memory than compute capability 8.6 has.

@@ -5,8 +5,8 @@
 // ldmatrix loads a factor in which neighbours along the depth lie beside each other. But it cannot
 // transpose floats, and B has neighbours along a row of the result. What mma.sync wants of its left
 // factor are four registers: two rows of the result, twice. Which rows these are is up to us. So
-// the product is transposed, C^T = B^T A^T, the two rows are neighbouring columns of C, and a thread
-// loads them as 8 bytes.
+// the product is transposed, C^T = B^T A^T, the two rows are neighbouring columns of C, and a
+// thread loads them as 8 bytes.
 #pragma once
 
 #include <cstdint>
@@ -24,12 +24,16 @@ enum class Beside { k, results };
 /// numbers in TF32 of each (3xTF32, see split_tf32.cuh).
 enum class Takes { tf32, rounded, split };
 
+template <class Tile>
+class Tf32Fragments;
+
 /// A tile of the pipeline.
 template <int kBM, int kBN, int kRowsOfWarps, int kColsOfWarps, int kStagesAhead, int kBlocks,
           Takes kWhat, Beside kBesideA = Beside::k, Beside kBesideB = Beside::results>
 struct Tf32MmaTile : MmaTile<kBM, kBN, 32, kRowsOfWarps, kColsOfWarps, kStagesAhead, kBlocks, 4> {
   static constexpr Beside kA = kBesideA, kB = kBesideB;
   static constexpr Takes kTakes = kWhat;
+  using OwnFragments = Tf32Fragments<Tf32MmaTile>;
   static constexpr int kProducts = kTakes == Takes::split ? 3 : 1;
   static constexpr int kSumRows = kBN / kColsOfWarps / 16, kSumCols = kBM / kRowsOfWarps / 8;
 
@@ -48,7 +52,7 @@ struct Tf32MmaTile : MmaTile<kBM, kBN, 32, kRowsOfWarps, kColsOfWarps, kStagesAh
 
 /// A warp's fragments of such a tile.
 template <class Tile>
-class MmaFragments<Tile, float> {
+class Tf32Fragments {
  public:
   static constexpr int kDepth = 8, kRows = Tile::kSumRows;
 
@@ -83,6 +87,14 @@ class MmaFragments<Tile, float> {
     }
   }
 
+  /// What multiply() finds rounded.
+  __device__ __forceinline__ void begin() {
+    if constexpr (Tile::kTakes == Takes::rounded) {
+#pragma unroll
+      for (int i = 0; i < kRows - 1; ++i) round_part<0>(i);
+    }
+  }
+
   /// Multiplies 16 columns of C, along rows and back along the next ones: at each turn A's
   /// fragments stay.
   template <int kBuffer, class Sum>
@@ -90,12 +102,10 @@ class MmaFragments<Tile, float> {
     if constexpr (Tile::kTakes == Takes::split) {
       multiply_split(i, a[kBuffer], b[kBuffer][i]);
     } else {
+      // What was loaded before the products before these is rounded now, since it has come.
       if constexpr (Tile::kTakes == Takes::rounded) {
-        if (i == 0) {
-#pragma unroll
-          for (int j = 0; j < kCols; ++j) round(a[kBuffer][j]);
-        }
-        round(b[kBuffer][i]);
+        constexpr int kOther = 1 - kBuffer;
+        i > 0 ? round_part<kOther>(i - 1) : round_part<kBuffer>(kRows - 1);
       }
 #pragma unroll
       for (int forth = 0; forth < 2 * kCols; ++forth) {
@@ -126,6 +136,15 @@ class MmaFragments<Tile, float> {
  private:
   static constexpr int kCols = Tile::kSumCols / 2;
 
+  /// Rounds what load<kBuffer>(i) has loaded.
+  template <int kBuffer>
+  __device__ __forceinline__ void round_part(int i) {
+    round(b[kBuffer][i]);
+#pragma unroll
+    for (int j = 0; j < kCols; ++j) {
+      if (j * kRows / kCols == i) round(a[kBuffer][j]);
+    }
+  }
   __device__ __forceinline__ static void round(unsigned (&fragment)[4]) {
 #pragma unroll
     for (unsigned& e : fragment) e = to_tf32(__uint_as_float(e));
