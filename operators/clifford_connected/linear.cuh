@@ -481,7 +481,7 @@ struct PortableLinear {
                       .to_stride = shape.features,
                       .rows = shape.batch,
                       .cols = shape.features,
-                      .depth = stride / MixTile<64>::kDepth,
+                      .depth = stride / kMixDepth,
                       .shares = 1,
                       .adds = adds,
                       .of = {}};
@@ -537,7 +537,7 @@ struct PortableLinearBackward {
     to_weights.to_size = shape().matrix();
     to_weights.to_share = d.dmix.size();
     to_weights.rows = shape().features;
-    to_weights.depth = linear.pitch / MixTile<64>::kDepth;
+    to_weights.depth = linear.pitch / kMixDepth;
     to_weights.shares = shares;
     to_weights.of.count = shape().grades;
     for (int k = 0; k < shape().blades; ++k) {

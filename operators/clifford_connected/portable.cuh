@@ -124,7 +124,7 @@ class Portable {
 
   /// Weights as a product reads them.
   MixMatrices weights_of() const { return {weights, static_cast<size_t>(stride) * stride, stride}; }
-  static constexpr int kDepth = MixTile<64>::kDepth;
+  static constexpr int kDepth = kMixDepth;
   static MixPairs::Pair pair(int a, int b) {
     return {static_cast<int16_t>(a), static_cast<int16_t>(b)};
   }

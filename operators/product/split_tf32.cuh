@@ -21,12 +21,24 @@ enum class Math {
 struct SplitTf32 {
   unsigned high, low;
 };
-__device__ inline bool is_infinite(unsigned bits) { return (bits & 0x7fffffff) == 0x7f800000; }
+__device__ inline bool is_infinite(unsigned bits) {
+  return fabsf(__uint_as_float(bits)) == __uint_as_float(0x7f800000);
+}
 __device__ inline SplitTf32 split_tf32(float value) {
   constexpr unsigned kMantissa = 0xffffe000, kHalf = 0x1000;
   const unsigned high = __float_as_uint(value) & kMantissa;
   const unsigned rest = __float_as_uint(value - __uint_as_float(high));
   return {high, is_infinite(high) ? 0 : (rest + kHalf) & kMantissa};
+}
+
+// The same for mma.sync, which ignores the 13 lowest bits of an operand. `high` is the nearest
+// number in TF32. So `low` has one bit more than mma.sync takes, at most, and need not be rounded;
+// and the product of two `low`, which is left out, is a quarter of what it is otherwise, and of any
+// sign. A number that is rounded to an infinity counts as one.
+__device__ inline SplitTf32 split_near(float value) {
+  const unsigned high = to_tf32(value);
+  const float rest = value - __uint_as_float(high);
+  return {high, is_infinite(high) ? 0 : __float_as_uint(rest)};
 }
 
 #if HOPPER_CODE

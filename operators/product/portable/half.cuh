@@ -60,29 +60,32 @@ class MmaWays {
   using Launch = MmaLaunch<T, kFactors, Epilogue>;
 
   MmaWays(const Caller& caller, ProductShape shape, double copied, std::function<Launch()> make)
-      : caller_(caller),
-        ways_(caller.search),
-        shape_(shape),
-        copied_(copied),
-        make_(std::move(make)) {}
+      : caller_(caller), shape_(shape), copied_(copied), make_(std::move(make)) {}
 
   template <class... Tiles>
   std::vector<Way> ways() {
-    (add<Tiles>(), ...);
-    sums_.allocate(caller_.workspace);
-    return ways_.found();
+    Ways ways(caller_.search);
+    SharedSums sums;
+    offer<Tiles...>(ways, sums);
+    sums.allocate(caller_.workspace);
+    return ways.found();
+  }
+  /// The same beside other ways. `sums`: of all.
+  template <class... Tiles>
+  void offer(Ways& ways, SharedSums& sums) const {
+    (add<Tiles>(ways, sums), ...);
   }
 
  private:
   template <class Tile>
-  void add() {
+  void add(Ways& ways, SharedSums& sums) const {
     if (Tile::kSharedBytes > most_shared_bytes()) return;
     const int64_t tiles =
         int64_t{ceil_div(shape_.rows, Tile::BM)} * ceil_div(shape_.cols, Tile::BN / kFactors);
     // A block counts the columns and rows up to the tile's end, and tiles of a group.
     if (tiles > INT_MAX / 64) return;
     const int steps = ceil_div(shape_.depth, Tile::BK);
-    add<Tile>({tiles, 1, steps, microseconds<Tile>(tiles, 1, steps)});
+    add<Tile>(ways, sums, {tiles, 1, steps, microseconds<Tile>(tiles, 1, steps)});
     MmaPlan best = {tiles, 1, steps, INFINITY};
     const int64_t most = std::min<int64_t>(
         {kMostSlices, steps / kLeastStepsOfSlice, int64_t{4} * multiprocessors() / tiles});
@@ -91,29 +94,32 @@ class MmaWays {
       const double time = microseconds<Tile>(tiles, needed, of_slice);
       if (needed > 1 && time < best.microseconds) best = {tiles, needed, of_slice, time};
     }
-    if (best.slices > 1) add<Tile>(best);
+    if (best.slices > 1) add<Tile>(ways, sums, best);
   }
   template <class Tile>
-  void add(const MmaPlan& plan) {
+  void add(Ways& ways, SharedSums& sums, const MmaPlan& plan) const {
     const bool shares = plan.slices > 1;
     const WayId id = way_id({static_cast<int64_t>(Divided::by_mma_sync), Tile::BM, Tile::BN,
                              Tile::BK, Tile::kStages, plan.slices});
-    const bool wanted = ways_.offer(plan.microseconds, id, [&] {
-      const std::string name = "mma.sync; tile " + std::to_string(Tile::BM) + " x " +
+    const bool wanted = ways.offer(plan.microseconds, id, [&] {
+      const std::string name = std::string(sizeof(T) < 4         ? ""
+                                           : Tile::kProducts > 1 ? "3xTF32 by "
+                                                                 : "TF32 by ") +
+                               "mma.sync; tile " + std::to_string(Tile::BM) + " x " +
                                std::to_string(Tile::BN) + " x " + std::to_string(Tile::BK) +
                                "; stages: " + std::to_string(Tile::kStages) +
                                (shares ? "; slices: " + std::to_string(plan.slices) : "") +
                                (copied_ > 0 ? "; rows copied" : "");
       return Way{name, plan.microseconds,
-                 [make = make_, plan, sums = sums_, stream = caller_.stream] {
+                 [make = make_, plan, sums, stream = caller_.stream] {
                    launch<Tile>(make(), plan, sums.exchange(plan.slices > 1), stream);
                  },
                  Tile::kSharedBytes};
     });
     if (!wanted) return;
     const int64_t quads = plan.tiles * plan.slices * Tile::kQuads * Tile::kThreads;
-    sums_.needs(ways_, shares ? static_cast<size_t>(plan.tiles) : 0,
-                shares ? static_cast<size_t>(4 * quads) : 0);
+    sums.needs(ways, shares ? static_cast<size_t>(plan.tiles) : 0,
+               shares ? static_cast<size_t>(4 * quads) : 0);
   }
   template <class Tile>
   static void launch(const Launch& of, const MmaPlan& plan, const Exchange& exchange,
@@ -140,9 +146,10 @@ class MmaWays {
   }
 
   /// An estimate that is not fitted to measurements. A multiprocessor with all its blocks is
-  /// counted with so many multiply-adds in a cycle, fewer with smaller tiles of a warp, and two
-  /// thirds of that with four warps alone; with 45 bytes a cycle from the L2 cache; and with 2000
-  /// cycles for the first data and the results of a tile, twice as many where results have gates.
+  /// counted with so many multiply-adds in a cycle, in TF32 half as many, fewer with smaller tiles
+  /// of a warp, and two thirds of that with four warps alone; with 45 bytes a cycle from the L2
+  /// cache; and with 2000 cycles for the first data and the results of a tile, twice as many where
+  /// results have gates.
   template <class Tile>
   double microseconds(int64_t tiles, int slices, int steps) const {
     constexpr double kRate = Tile::WM * Tile::WN >= 64 * 64   ? 1050
@@ -150,8 +157,9 @@ class MmaWays {
                                                               : 600;
     constexpr double kAlone = Tile::kThreads > 128 ? 1 : 1.5, kEnds = 2000 * kFactors;
     const double sms = multiprocessors(), blocks = static_cast<double>(tiles) * slices;
-    const double busy = std::max(1.0 * Tile::BM * Tile::BN * Tile::BK / kRate,
-                                 2.0 * (Tile::BM + Tile::BN) * Tile::BK / 45);
+    const double busy =
+        std::max(0.5 * sizeof(T) * Tile::kProducts * Tile::BM * Tile::BN * Tile::BK / kRate,
+                 1.0 * sizeof(T) * (Tile::BM + Tile::BN) * Tile::BK / 45);
     const double full = std::floor(blocks / (sms * at_once<Tile>()));
     const double left = std::ceil((blocks - full * sms * at_once<Tile>()) / sms);
     const double rounds =
@@ -172,8 +180,6 @@ class MmaWays {
 
   static constexpr int kMostSlices = 64, kLeastStepsOfSlice = 4;
   Caller caller_;
-  Ways ways_;
-  SharedSums sums_;
   ProductShape shape_;
   double copied_;
   std::function<Launch()> make_;

@@ -1,6 +1,7 @@
 // Products in fp16 or bf16 with fp32 sums on compute capability 8.0 and newer: lesson 3's *double
 // buffering* (cp.async, ldmatrix, mma.sync) for any shape. What comes of the sums is an epilogue's
 // business, and there may be two right factors side by side, as the gated layer has them.
+// (tf32_tiles.cuh has the tiles and fragments of products in TF32.)
 //
 // Beyond the lesson:
 //   - Rows and columns outside are neither read nor stored. So shapes are what they are, as long as
@@ -27,25 +28,35 @@ namespace operators::product {
 using namespace primitives;
 
 /// A block has BM x BN sums, its warps kWarpsM x kWarpsN of them; a step takes BK of the depth. So
-/// many blocks are to fit on a multiprocessor.
+/// many blocks are to fit on a multiprocessor. Elements have kBytes bytes.
 template <int kBM, int kBN, int kBK, int kRowsOfWarps, int kColsOfWarps, int kStagesAhead,
-          int kBlocks>
+          int kBlocks, int kBytesOfElement = 2>
 struct MmaTile {
   static constexpr int BM = kBM, BN = kBN, BK = kBK, kStages = kStagesAhead, kResident = kBlocks;
   static constexpr int kWarpsM = kRowsOfWarps, kWarpsN = kColsOfWarps;
   static constexpr int kThreads = 32 * kWarpsM * kWarpsN;
-  static constexpr int WM = BM / kWarpsM, WN = BN / kWarpsN;         // a warp's sums
-  static constexpr int kTileA = BM * BK, kStage = kTileA + BK * BN;  // elements
-  static constexpr int kSharedBytes = 2 * kStages * kStage;
-  static constexpr int kQuads = WM / 16 * (WN / 8);  // float4 of a thread's sums
+  static constexpr int WM = BM / kWarpsM, WN = BN / kWarpsN;            // a warp's sums
+  static constexpr int kTileA = BM * BK, kStage = kTileA + BK * BN;     // elements
+  static constexpr int kBytes = kBytesOfElement, kPiece = 16 / kBytes;  // elements of 16 bytes
+  static constexpr int kSharedBytes = kBytes * kStages * kStage;
+  static constexpr int kProducts = 1;  // of mma.sync, for each of two elements
+  static constexpr int kSumRows = WM / 16, kSumCols = WN / 8;  // of 16 x 8
+  static constexpr int kQuads = kSumRows * kSumCols;           // float4 of a thread's sums
   // In so many parts a step's copies are started. More parts keep the tensor cores busier, but each
   // takes some instructions more.
-  static constexpr int kParts = BK < 64 || kResident > 2 ? 1 : 4;
+  static constexpr int kParts = BK * kBytes < 128 || kResident > 2 ? 1 : 4;
   static_assert(BK % 32 == 0 && WM % 32 == 0 && WN % 32 == 0);
+
+  /// Where an element of A, and one of B, lies in its tile. Rows of B that are `rows` further down
+  /// lie so that turned(place_b(row, col), rows) + rows * BN is their place, if the bits of `rows`
+  /// are none of row's.
+  __device__ static int place_a(int row, int k) { return swizzle<BK>(row, k); }
+  __device__ static int place_b(int k, int col) { return swizzle<BN>(k, col); }
+  __device__ static int turned(int place, int rows) { return place ^ 8 * (rows % 8); }
 };
 
 /// What a launch multiplies: A (rows, depth) by kFactors right factors of `cols` columns each, of
-/// which a tile has equally many. Strides are multiples of 8.
+/// which a tile has equally many. Strides are multiples of 16 bytes.
 template <typename T, int kFactors>
 struct MmaFactors {
   const T* A;
@@ -87,8 +98,8 @@ class MmaCopies {
   __device__ __forceinline__ void start(T* a_tile) {
     constexpr int kCopiesA = BM / kRowsA, kAll = kCopiesA + BK / kRowsB;
     const bool last = k_left <= BK;
-    const bool a_whole = !last || k_left - a_k() <= 0 || k_left - a_k() >= 8;
-    const bool b_whole = !last || b_left <= 0 || b_left >= 8;
+    const bool a_whole = !last || k_left - a_k() <= 0 || k_left - a_k() >= kPiece;
+    const bool b_whole = !last || b_left <= 0 || b_left >= kPiece;
     const int rows = a_k() < k_left ? a_rows : 0, depth = b_left > 0 ? k_left - b_k() : 0;
 #pragma unroll
     for (int n = kPart * kAll / kParts; n < (kPart + 1) * kAll / kParts; ++n) {
@@ -110,33 +121,36 @@ class MmaCopies {
   }
 
  private:
-  static constexpr int BM = Tile::BM, BN = Tile::BN, BK = Tile::BK;
-  static constexpr int kRowsA = Tile::kThreads / (BK / 8), kRowsB = Tile::kThreads / (BN / 8);
+  static constexpr int BM = Tile::BM, BN = Tile::BN, BK = Tile::BK, kPiece = Tile::kPiece;
+  static constexpr int kAcrossA = BK / kPiece, kAcrossB = BN / kPiece;  // pieces of a row
+  static constexpr int kRowsA = Tile::kThreads / kAcrossA, kRowsB = Tile::kThreads / kAcrossB;
   static_assert(BM % kRowsA == 0 && BK % kRowsB == 0 && kRowsA % 8 == 0);
   static_assert((kRowsB & (kRowsB - 1)) == 0 && BN % 64 == 0);  // see b_at()
   static constexpr int kOfFactor = Tile::WN / kFactors;         // columns of a warp
+  static constexpr int kBytes = Tile::kBytes;
+  static_assert(sizeof(T) == kBytes);
 
   /// The last step's pieces that have less than 16 bytes.
   __device__ __forceinline__ void start_partial(T* a_tile, bool a_whole, bool b_whole) const {
     const T* from = a_from;
 #pragma unroll 1
     for (int i = 0; i < BM && !a_whole; i += kRowsA, from += a_step) {
-      copy_async_part(a_tile + a_to + i * BK, from, i < a_rows ? 2 * (k_left - a_k()) : 0);
+      copy_async_part(a_tile + a_to + i * BK, from, i < a_rows ? kBytes * (k_left - a_k()) : 0);
     }
     from = b_from - BK / kRowsB * b_step;
 #pragma unroll 1
     for (int i = 0; i < BK && !b_whole; i += kRowsB, from += b_step) {
-      copy_async_part(a_tile + b_at(i), from, b_k() + i < k_left ? 2 * b_left : 0);
+      copy_async_part(a_tile + b_at(i), from, b_k() + i < k_left ? kBytes * b_left : 0);
     }
   }
 
   /// Where the thread's piece of B lies that is `i` rows (a multiple of kRowsB) below its first.
-  /// What swizzle() adds is a bit of b_k() or a bit of i.
-  __device__ int b_at(int i) const { return (b_to ^ 8 * (i % 8)) + i * BN; }
-  __device__ static int a_row() { return static_cast<int>(threadIdx.x) / (BK / 8); }
-  __device__ static int a_k() { return static_cast<int>(threadIdx.x) % (BK / 8) * 8; }
-  __device__ static int b_k() { return static_cast<int>(threadIdx.x) / (BN / 8); }
-  __device__ static int b_col() { return static_cast<int>(threadIdx.x) % (BN / 8) * 8; }
+  /// A bit of the row is one of b_k() or one of i.
+  __device__ int b_at(int i) const { return Tile::turned(b_to, i) + i * BN; }
+  __device__ static int a_row() { return static_cast<int>(threadIdx.x) / kAcrossA; }
+  __device__ static int a_k() { return static_cast<int>(threadIdx.x) % kAcrossA * kPiece; }
+  __device__ static int b_k() { return static_cast<int>(threadIdx.x) / kAcrossB; }
+  __device__ static int b_col() { return static_cast<int>(threadIdx.x) % kAcrossB * kPiece; }
   /// Of a warp's columns in the tile the first are of B[0], the others the same columns of B[1].
   __device__ static int column() {
     return b_col() / Tile::WN * kOfFactor + b_col() % Tile::WN % kOfFactor;
@@ -150,15 +164,72 @@ class MmaCopies {
   int64_t a_step, b_step;  // to the thread's next row
   int a_rows, b_left;      // from the thread's first row, and its first column, on
   int k_left;              // of the depth, from the next step on
-  const int a_to = swizzle<BK>(a_row(), a_k());  // in a stage, of the thread's first row
-  const int b_to = Tile::kTileA + swizzle<BN>(b_k(), b_col());
+  const int a_to = Tile::place_a(a_row(), a_k());  // in a stage, of the thread's first row
+  const int b_to = Tile::kTileA + Tile::place_b(b_k(), b_col());
 };
 
-/// A block's stages, and a warp's fragments. All fragments are there twice: those of the next 16 of
-/// the depth are loaded while 16 are multiplied. `source` starts the copies of one step after the
-/// other, in parts (see MmaCopies::start()); it may go on to another tile on its own.
+/// A warp's fragments of both factors, for kDepth of the depth. All are there twice: buffers 0
+/// and 1.
+template <class Tile, typename T>
+class MmaFragments {
+ public:
+  static constexpr int kDepth = 16, kRows = Tile::WM / 16;
+
+  /// Loads those of k, of this depth in a stage, that belong to row i of 16: of A this row's, and
+  /// of B an equal share.
+  template <int kBuffer>
+  __device__ __forceinline__ void load(int i, const T* stage, int k) {
+    ldmatrix_x4(a[kBuffer][i], stage + (a_lane ^ k) + i * 16 * BK);
+#pragma unroll
+    for (int j = 0; j < kCols; ++j) {
+      if (j * kRows / kCols != i) continue;
+      ldmatrix_x4_trans(b[kBuffer][j], stage + (b_lane ^ 16 * j) + k * BN);
+    }
+  }
+  /// After the first loads, and after each step.
+  __device__ void begin() const {}
+  template <class Sum>
+  __device__ void end_step(Sum&) const {}
+  /// Multiplies row i of 16. Along a row of sums and back along the next one: at each turn B's
+  /// fragments stay.
+  template <int kBuffer, class Sum>
+  __device__ __forceinline__ void multiply(int i, Sum& sum) const {
+#pragma unroll
+    for (int forth = 0; forth < 2 * kCols; ++forth) {
+      const int j = i % 2 == 0 ? forth : 2 * kCols - 1 - forth;
+      mma_m16n8k16<T>(sum[i][j], a[kBuffer][i], b[kBuffer][j / 2][j % 2 * 2],
+                      b[kBuffer][j / 2][j % 2 * 2 + 1]);
+    }
+  }
+
+ private:
+  static constexpr int BK = Tile::BK, BN = Tile::BN;
+  static constexpr int kCols = Tile::WN / 16;
+  const int lane = static_cast<int>(threadIdx.x) % 32, warp = static_cast<int>(threadIdx.x) / 32;
+  const int a_lane = Tile::place_a(warp / Tile::kWarpsN * Tile::WM + lane % 16, lane / 16 * 8);
+  const int b_lane =
+      Tile::kTileA + Tile::place_b(lane % 16, warp % Tile::kWarpsN * Tile::WN + lane / 16 * 8);
+  unsigned a[2][kRows][4], b[2][kCols][4];
+};
+
+/// Which fragments a tile has: its own, or these.
+template <class Tile, typename T>
+struct FragmentsOf {
+  using Type = MmaFragments<Tile, T>;
+};
+template <class Tile, typename T>
+requires requires { typename Tile::OwnFragments; }
+struct FragmentsOf<Tile, T> {
+  using Type = typename Tile::OwnFragments;
+};
+
+/// A block's stages, and a warp's fragments: those of the next part of the depth are loaded while
+/// one is multiplied. `source` starts the copies of one step after the other, in parts (see
+/// MmaCopies::start()); it may go on to another tile on its own.
 template <class Tile, typename T>
 class MmaPipeline {
+  using Fragments = typename FragmentsOf<Tile, T>::Type;
+
  public:
   /// Starts the first stages, waits for one, and loads its first fragments.
   template <class Source>
@@ -171,19 +242,21 @@ class MmaPipeline {
     copy_async_wait<kStages - 2>();
     __syncthreads();
 #pragma unroll
-    for (int i = 0; i < kRows; ++i) load_fragments<0>(i, 0);
+    for (int i = 0; i < Fragments::kRows; ++i) fragments.template load<0>(i, stages, 0);
+    fragments.begin();
   }
 
-  /// Adds to `sum` the products of `steps` steps. In the last 16 of a step's depth the next step's
-  /// tiles have to be there, and no warp reads this step's any more: it has all fragments. So the
-  /// barrier stands there, and the copies after it may go to the stage that was read.
+  /// Adds to `sum` the products of `steps` steps. In the last part of a step's depth the next
+  /// step's tiles have to be there, and no warp reads this step's any more: it has all fragments.
+  /// So the barrier stands there, and the copies after it may go to the stage that was read.
   template <class Source, class Sum>
   __device__ __forceinline__ void multiply(Source& source, int steps, Sum& sum) {
-    constexpr int kSlots = (BK / 16 - 1) * kRows;  // where copies may be started
+    constexpr int kDepth = Fragments::kDepth, kRows = Fragments::kRows;
+    constexpr int kSlots = (BK / kDepth - 1) * kRows;  // where copies may be started
     for (int step = 0; step < steps; ++step) {
 #pragma unroll
-      for (int k = 0; k < BK; k += 16) {
-        if (k + 16 == BK) {
+      for (int k = 0; k < BK; k += kDepth) {
+        if (k + kDepth == BK) {
           copy_async_commit();
           copy_async_wait<kStages - 2>();
           __syncthreads();
@@ -191,39 +264,28 @@ class MmaPipeline {
         }
 #pragma unroll
         for (int i = 0; i < kRows; ++i) {
-          k / 16 % 2 == 0 ? load_fragments<1>(i, (k + 16) % BK)
-                          : load_fragments<0>(i, (k + 16) % BK);
-          start_parts<0, kSlots>(source, k / 16 * kRows + i);
-          // Along a row of sums and back along the next one: at each turn B's fragments stay.
-#pragma unroll
-          for (int forth = 0; forth < 2 * kCols; ++forth) {
-            const int j = i % 2 == 0 ? forth : 2 * kCols - 1 - forth, now = k / 16 % 2;
-            mma_m16n8k16<T>(sum[i][j], a[now][i], b[now][j / 2][j % 2 * 2],
-                            b[now][j / 2][j % 2 * 2 + 1]);
+          const T* const stage = stages + reading;
+          if (k / kDepth % 2 == 0) {
+            fragments.template load<1>(i, stage, (k + kDepth) % BK);
+            start_parts<0, kSlots>(source, k / kDepth * kRows + i);
+            fragments.template multiply<0>(i, sum);
+          } else {
+            fragments.template load<0>(i, stage, (k + kDepth) % BK);
+            start_parts<0, kSlots>(source, k / kDepth * kRows + i);
+            fragments.template multiply<1>(i, sum);
           }
         }
       }
+      fragments.end_step(sum);
     }
   }
 
  private:
-  static constexpr int BK = Tile::BK, BN = Tile::BN, kStages = Tile::kStages;
-  static constexpr int kRows = Tile::WM / 16, kCols = Tile::WN / 16;
-  static constexpr int kParts = Tile::kParts;
+  static constexpr int BK = Tile::BK, kStages = Tile::kStages, kParts = Tile::kParts;
 
   /// Where the stage after this one is, in elements.
   __device__ static int next(int stage) {
     return stage + Tile::kStage == kStages * Tile::kStage ? 0 : stage + Tile::kStage;
-  }
-  /// Loads those of k that belong to row i of 16: of A this row's, and of B an equal share.
-  template <int kBuffer>
-  __device__ __forceinline__ void load_fragments(int i, int k) {
-    ldmatrix_x4(a[kBuffer][i], stages + reading + (a_lane ^ k) + i * 16 * BK);
-#pragma unroll
-    for (int j = 0; j < kCols; ++j) {
-      if (j * kRows / kCols != i) continue;
-      ldmatrix_x4_trans(b[kBuffer][j], stages + reading + (b_lane ^ 16 * j) + k * BN);
-    }
   }
   /// Starts the part whose slot this is.
   template <int kPart, int kSlots, class Source>
@@ -238,11 +300,7 @@ class MmaPipeline {
 
   T* const stages;
   int reading = 0, writing = (kStages - 1) * Tile::kStage;  // stages
-  const int lane = static_cast<int>(threadIdx.x) % 32, warp = static_cast<int>(threadIdx.x) / 32;
-  const int a_lane = swizzle<BK>(warp / Tile::kWarpsN * Tile::WM + lane % 16, lane / 16 * 8);
-  const int b_lane =
-      Tile::kTileA + swizzle<BN>(lane % 16, warp % Tile::kWarpsN * Tile::WN + lane / 16 * 8);
-  unsigned a[2][kRows][4], b[2][kCols][4];
+  Fragments fragments;
 };
 
 /// Adds up the sums of all slices of a tile. Returns whether this block has them then: the last one
@@ -256,9 +314,9 @@ __device__ __forceinline__ bool add_slices_up(Sum& sum, const MmaSlices& slices,
   };
   float4* to = room(slice);
 #pragma unroll
-  for (int i = 0; i < Tile::WM / 16; ++i) {
+  for (int i = 0; i < Tile::kSumRows; ++i) {
 #pragma unroll
-    for (int j = 0; j < Tile::WN / 8; ++j, to += Tile::kThreads) {
+    for (int j = 0; j < Tile::kSumCols; ++j, to += Tile::kThreads) {
       __stcg(to, make_float4(sum[i][j][0], sum[i][j][1], sum[i][j][2], sum[i][j][3]));
       sum[i][j][0] = sum[i][j][1] = sum[i][j][2] = sum[i][j][3] = 0;
     }
@@ -267,9 +325,9 @@ __device__ __forceinline__ bool add_slices_up(Sum& sum, const MmaSlices& slices,
   for (int of = 0; of < slices.count; ++of) {
     const float4* from = room(of);
 #pragma unroll
-    for (int i = 0; i < Tile::WM / 16; ++i) {
+    for (int i = 0; i < Tile::kSumRows; ++i) {
 #pragma unroll
-      for (int j = 0; j < Tile::WN / 8; ++j, from += Tile::kThreads) {
+      for (int j = 0; j < Tile::kSumCols; ++j, from += Tile::kThreads) {
         const float4 more = __ldcg(from);
         sum[i][j][0] += more.x, sum[i][j][1] += more.y;
         sum[i][j][2] += more.z, sum[i][j][3] += more.w;
@@ -347,7 +405,7 @@ __global__ void __launch_bounds__(Tile::kThreads, Tile::kResident)
   const int warp = threadIdx.x / 32;
   for (int number = blockIdx.x; number < slices.items; number += gridDim.x) {
     const auto item = items[number];
-    float sum[Tile::WM / 16][Tile::WN / 8][4] = {};
+    float sum[Tile::kSumRows][Tile::kSumCols][4] = {};
     pipeline.multiply(items, item.steps(), sum);
     if (slices.count > 1 && !add_slices_up<Tile>(sum, slices, item.tile, item.slice)) continue;
     finish(sum, item.row0 + warp / Tile::kWarpsN * Tile::WM,

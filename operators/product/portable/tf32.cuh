@@ -1,6 +1,10 @@
 // C = A B of fp32 matrices on tensor cores of compute capability 8.0 and newer, by mma.sync: in
-// TF32 or 3xTF32, for any shape. The product is that of fp32_tiles.cuh; here
-// rows may be further apart than they are long.
+// TF32 or 3xTF32, for any shape.
+//
+// offer_tf32_tiles() has the pipeline of mma_tiles.cuh, for which rows that are not aligned to 16
+// bytes are copied first. PortableTf32 is the product of fp32_tiles.cuh, which reads any rows: for
+// products that are so small that a copy would take too long. (Hopper has that one, too, beside
+// ways of its own.)
 #pragma once
 
 #include <algorithm>
@@ -12,6 +16,8 @@
 #include "operators/caller.h"
 #include "operators/estimate.h"
 #include "operators/product/portable/fp32_tiles.cuh"
+#include "operators/product/portable/half.cuh"
+#include "operators/product/portable/tf32_tiles.cuh"
 #include "operators/product/shape.h"
 #include "primitives/launch.h"
 
@@ -56,7 +62,7 @@ __global__ void __launch_bounds__(Tile::kThreads)
   }
 }
 
-/// The ways to compute a product so, for the tiles of which the device has room for a block.
+/// The way to compute a product so.
 template <Math kMath>
 struct PortableTf32 {
   struct Matrix {
@@ -67,41 +73,28 @@ struct PortableTf32 {
   ProductShape shape;
   cudaStream_t stream;
 
-  /// A warp's sums. TF32: 64 x 32, as B comes from shared memory in single floats. 3xTF32: 32 x 32,
-  /// as a thread also has the sums of a step, and both numbers of each split factor; and no more
-  /// than 8 warps, so that it has registers for them.
-  void offer(Ways& ways) const {
-    if constexpr (kMath == Math::split) {
-      offer<MathTile<kMath, 128, 64, 32, 4, 2, 1, 3>>(ways);
-    } else {
-      offer<MathTile<kMath, 128, 128, 32, 2, 4, 1, 3>>(ways);
-    }
-    offer<MathTile<kMath, 64, 64, 32, 2, 2, 1, 2>>(ways);
-  }
-
- private:
-  template <class Tile>
   void offer(Ways& ways) const {
     constexpr int kBytes = Tile::kStageBytes;
     const int64_t tiles = int64_t{ceil_div(shape.rows, Tile::BM)} * ceil_div(shape.cols, Tile::BN);
-    if (kBytes > most_shared_bytes() || tiles > INT_MAX) return;
-    const double microseconds = microseconds_of<Tile>(tiles);
+    if (tiles > INT_MAX) return;
+    const double microseconds = microseconds_of(tiles);
     const WayId id = way_id({static_cast<int64_t>(Divided::by_mma_sync), Tile::BM, Tile::BN});
     ways.offer(microseconds, id, [&] {
       const std::string name = std::string(kMath == Math::split ? "3xTF32" : "TF32") +
                                " by mma.sync; tile " + std::to_string(Tile::BM) + " x " +
                                std::to_string(Tile::BN);
-      return Way{name, microseconds, [self = *this, tiles] { self.template launch<Tile>(tiles); },
-                 kBytes};
+      return Way{name, microseconds, [self = *this, tiles] { self.launch(tiles); }, kBytes};
     });
   }
+
+ private:
+  using Tile = MathTile<kMath, 64, 64, 32, 2, 2, 1, 2>;
 
   /// Fitted to shapes drawn at random, on an H200. With two stages a block waits for a step's data,
   /// while others of its multiprocessor work. A copy of less than 16 bytes a thread takes as long
   /// as one of 16.
-  template <class Tile>
   double microseconds_of(int64_t tiles) const {
-    constexpr double kMultiplyAdds = 230, kWait = 1100, kAtOnce = Tile::BM > 64 ? 1 : 4;
+    constexpr double kMultiplyAdds = 230, kWait = 1100, kAtOnce = 4;
     constexpr double kProducts = kMath == Math::split ? 3 : 1;
     const double sms = multiprocessors(), rounds = std::ceil(static_cast<double>(tiles) / sms);
     const auto narrow = [](int64_t stride, int64_t cols, double floats, double of_warp) {
@@ -114,8 +107,7 @@ struct PortableTf32 {
     const double waits = std::ceil(static_cast<double>(tiles) / (sms * kAtOnce));
     const double steps = std::ceil(1.0 * shape.depth / Tile::BK);
     const double all =
-        steps * std::max(rounds * busy, waits * (busy + (Tile::kStages < 3 ? kWait : 0))) +
-        rounds * Tile::BM * Tile::BN / 4;
+        steps * std::max(rounds * busy, waits * (busy + kWait)) + rounds * Tile::BM * Tile::BN / 4;
     const double bytes = 4.0 * (1.0 * shape.rows * shape.depth + 1.0 * shape.depth * shape.cols +
                                 1.0 * shape.rows * shape.cols);
     return kFirstLaunch + std::max(all / cycles(), bytes / memory_rate());
@@ -127,7 +119,6 @@ struct PortableTf32 {
     return static_cast<int>(std::min<int64_t>(16, both & -both));
   }
 
-  template <class Tile>
   void launch(int64_t tiles) const {
     const StridedFactors factors{
         {A.data, B.data, shape.rows, shape.depth, shape.cols, row_bytes(A.stride, shape.depth),
@@ -140,5 +131,30 @@ struct PortableTf32 {
             factors, C.data, C.stride);
   }
 };
+
+/// Offers the ways of mma_tiles.cuh to compute a product in TF32 or 3xTF32. C has rows c_stride
+/// apart.
+template <Math kMath>
+void offer_tf32_tiles(Ways& ways, SharedSums& sums, const Caller& caller,
+                      const AlignedRows<float>& A, const AlignedRows<float>& B,
+                      const Memory<float>& C, int64_t c_stride, ProductShape shape) {
+  const std::function<MmaLaunch<float, 1, Tf32Store>()> make = [=] {
+    return MmaLaunch<float, 1, Tf32Store>{
+        {{A.job(), B.job()}},
+        {A.data(), {B.data()}, A.stride, B.stride, shape.rows, shape.cols, shape.depth},
+        {C, c_stride, shape.rows, shape.cols}};
+  };
+  const MmaWays<float, 1, Tf32Store> tiles(caller, shape, bytes_copied(A) + bytes_copied(B), make);
+  if constexpr (kMath == Math::split) {
+    // A thread also has the sums of a step, and both numbers of each split element.
+    tiles.offer<Tf32MmaTile<128, 128, 2, 4, 3, 1, Takes::split>,
+                Tf32MmaTile<64, 64, 2, 2, 3, 3, Takes::split>>(ways, sums);
+  } else {
+    // The first wants more shared memory than compute capability 8.6 has.
+    tiles.offer<Tf32MmaTile<256, 128, 4, 2, 3, 1, Takes::rounded>,
+                Tf32MmaTile<128, 128, 2, 2, 3, 2, Takes::rounded>,
+                Tf32MmaTile<64, 64, 2, 2, 3, 4, Takes::rounded>>(ways, sums);
+  }
+}
 
 }  // namespace operators::product
