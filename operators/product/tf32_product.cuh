@@ -169,15 +169,27 @@ struct Tf32MatrixProduct {
       const int col = at.row + Tile::row_of(consumer) + Tile::sum_row(0);
       const int row = at.col + first + Part::col(0), rows = work.schedule.shape.cols - row;
       const int left = work.schedule.shape.rows - col;
-      const bool pairs = work.c_stride % 2 == 0 && left >= 2;
       float* to = work.C + row * work.c_stride + col;
+      const bool even = work.c_stride % 2 == 0;
+      const int odd_lane = threadIdx.x % 2;
+      // Rows that are an odd number of elements apart leave 4 bytes at a time. A lane and its
+      // neighbour have the same two columns, of rows that are 2 apart. Each takes one of the
+      // columns, of both rows: so lanes that write to the same row have columns without gaps.
       const auto put = [&](int further, float* at, float first, float second) {
-        if (further >= rows) return;
-        if (pairs) {
-          *reinterpret_cast<float2*>(at) = {first, second};
+        if (even) {
+          if (further >= rows) return;
+          if (left >= 2) {
+            *reinterpret_cast<float2*>(at) = {first, second};
+          } else if (left == 1) {
+            *at = first;
+          }
         } else {
-          if (left >= 1) at[0] = first;
-          if (left >= 2) at[1] = second;
+          const float other = __shfl_xor_sync(~0U, odd_lane ? first : second, 1);
+          if (left <= odd_lane) return;
+          further -= 2 * odd_lane;
+          at += odd_lane - 2 * odd_lane * work.c_stride;
+          if (further < rows) at[0] = odd_lane ? other : first;
+          if (further + 2 < rows) at[2 * work.c_stride] = odd_lane ? second : other;
         }
       };
 #pragma unroll
