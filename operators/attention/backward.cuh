@@ -41,11 +41,11 @@ class BackwardLaunches {
         shape_(shape),
         scale_(scale),
         short_keys_(is_hopper() ? short_keys() : 0),
-        division_(is_hopper() && short_keys_ == 0 ? division() : BackwardDivision{}),
         whole_(is_hopper() &&
                (short_keys_ > 0 ||
                 (shape.keys <= kBackwardKeys && (!shape.causal || shape.queries <= shape.keys)))),
         in_order_(in_order || order_pays()),
+        division_(is_hopper() && short_keys_ == 0 ? division(in_order_) : BackwardDivision{}),
         counted_(in_order_ && !whole_ ? counts() : 0),
         counts_(caller.workspace.any<unsigned>(
             static_cast<size_t>(short_keys_ > 0 ? 0 : counted_ + 1))),
@@ -56,18 +56,20 @@ class BackwardLaunches {
             static_cast<size_t>(division_.splits > 1 ? division_.splits * sums_of_keys() : 0))),
         stream_(caller.stream) {}
 
-  template <class Tile, bool kInOrder>
+  template <class Tile>
   void launch_hopper() const {
+    constexpr bool kInOrder = Tile::kInOrder;
     constexpr int kBytes = sizeof(BackwardHopperShared<Tile>);
-    const auto kernel = attention_backward_hopper<Tile, kInOrder>;
+    const auto kernel = attention_backward_hopper<Tile>;
     allow_shared_bytes(kernel, kBytes);
     const BackwardOperands<T> in = operands<Tile>(kInOrder, multiprocessors());
     const BackwardMaps maps = maps_of<Tile>(in);
-    start<Tile::kWidth>(in, kInOrder || whole_ ? 0 : rows_of_sums());
+    constexpr int kWidth = Tile::kWidth == 96 ? 128 : Tile::kWidth;  // as the sums lie
+    start<kWidth>(in, kInOrder || whole_ ? 0 : rows_of_sums());
     const int64_t blocks = std::min<int64_t>(items<Tile>(), multiprocessors());
     launch_clusters_on(stream_, kernel, 1, true, blocks_for(blocks, 1), Tile::kThreads, kBytes,
                        maps, in);
-    finish<Tile>(in);
+    finish<BackwardHopperTile<T, kWidth>>(in);
   }
 
   /// One launch, where a block has all keys.
@@ -79,7 +81,7 @@ class BackwardLaunches {
     const BackwardOperands<T> in = operands<Tile>(false, multiprocessors());
     const BackwardShortMaps maps{maps_of<Tile>(in), map_of_queries<Tile>(in.out, in.o)};
     const int64_t blocks = std::min<int64_t>(sequences(), multiprocessors());
-    launch_clusters_on(stream_, kernel, 1, false, blocks_for(blocks, 1), Tile::kThreads, kBytes,
+    launch_clusters_on(stream_, kernel, 1, true, blocks_for(blocks, 1), Tile::kThreads, kBytes,
                        maps, in);
   }
 
@@ -120,7 +122,9 @@ class BackwardLaunches {
   std::string division_words() const {
     if (divided() == 0) return "";
     return ", " + std::to_string(divided()) + " of " + std::to_string(all_key_tiles()) +
-           " tiles of keys divided by " + std::to_string(division_.splits);
+           " tiles of keys divided " +
+           (division_.run > 0 ? "in runs of " + std::to_string(division_.run) + " steps"
+                              : "by " + std::to_string(division_.splits));
   }
 
  private:
@@ -144,18 +148,31 @@ class BackwardLaunches {
   /// How many numbers a split of each of these leaves.
   int64_t sums_of_keys() const { return 2 * divided() * kBackwardKeys * tile_width(); }
   BackwardTiles tiles_of_keys() const {
-    const int64_t tile = shape_.width <= 64 ? 128 : 64;
-    const double steps = static_cast<double>(shape_.group() * ceil_div(shape_.queries, tile));
+    // A step of 128 queries takes half as long if there are at most 64.
+    const double steps = static_cast<double>(shape_.group() * ceil_div(shape_.queries, 64)) /
+                         (shape_.width <= 64 ? 2 : 1);
     const double all = static_cast<double>(shape_.queries) * static_cast<double>(shape_.keys);
     return {.tiles = all_key_tiles(),
             .places = multiprocessors() / (shape_.width <= 128 ? 1 : 2),
+            .count = shape_.group() * ceil_div(shape_.queries, shape_.width <= 64 ? 128 : 64),
             .steps = steps,
             .mean_steps = shape_.causal ? std::max(1.0, steps * shape_.pairs() / all) : steps,
             .step = shape_.width <= 64 ? kBackwardStep64 : kBackwardStep,
             .bytes = 8.0 * kBackwardKeys * static_cast<double>(tile_width())};
   }
+  /// Bytes of Q and d_out that items of a head of K and V read.
+  int64_t bytes_of_sequence() const {
+    return 2 * int64_t{sizeof(T)} * shape_.group() * shape_.queries * shape_.width;
+  }
+  /// Whether blocks may have runs of steps. Blocks of the same head are at different queries then,
+  /// so what they read has to fit into the L2 cache.
+  bool may_run() const {
+    return !shape_.causal && shape_.width <= 128 && sequences() * bytes_of_sequence() <= 30 << 20;
+  }
   /// Which tiles of keys of Hopper's kernels are divided among several blocks, or clusters.
-  BackwardDivision division() const { return divide(tiles_of_keys()); }
+  BackwardDivision division(bool in_order) const {
+    return divide(tiles_of_keys(), !in_order && may_run());
+  }
   /// How many keys a block has of attention_backward_short, if that is the way, or 0.
   int64_t short_keys() const {
     if (shape_.width > 64 || shape_.keys > kShortKeys.back().keys) return 0;
@@ -167,28 +184,32 @@ class BackwardLaunches {
     const double bytes = static_cast<double>(rows() * tile_width()) *
                          (shape_.keys <= kBackwardKeys ? kWholeBytes : kSumBytes);
     const double otherwise =
-        microseconds(tiles, divide(tiles)) + kBackwardAround + bytes / kAroundRate;
+        microseconds(tiles, divide(tiles, may_run())) + kBackwardAround + bytes / kAroundRate;
     return took < otherwise ? of.keys : 0;
   }
   /// In order a sum need not begin as zeros, and a first block stores its parts. That pays where
   /// the blocks of a sequence need not wait long for each other in the beginning, which are
   /// places / sequences() then, a step one after the other. Only where blocks draw their items:
-  /// then it does not matter in which order they start. With a causal mask heads of 64 are 4 to 7 %
-  /// faster in any order from 4096 keys on, and heads of 128 3 to 4 % from 2048 keys on (H200).
+  /// then it does not matter in which order they start. In any order heads of 65 to 96 columns are
+  /// 7 to 19 % faster on an H200 where there is no mask, and heads of 64 or 128 with many keys 2 to
+  /// 7 %: without a mask from 1024 keys on, with one from 1280 or 2048 keys on.
   bool order_pays() const {
     const int64_t places = multiprocessors();
-    if (!is_hopper() || shape_.width > 128 || whole_ || all_key_tiles() <= places || plain() == 0) {
-      return false;
-    }
-    if (shape_.causal && key_tiles() >= (shape_.width <= 64 ? 32 : 16)) return false;
+    if (!is_hopper() || shape_.width > 128 || whole_ || all_key_tiles() <= places) return false;
+    const BackwardDivision by = division(true);
+    if (by.splits > 1 && by.plain == 0) return false;
+    if (shape_.width > 64 && shape_.width <= 96) return false;
+    if (key_tiles() >= (!shape_.causal ? 8 : shape_.width <= 64 ? 10 : 16)) return false;
     const int64_t tile = shape_.width <= 64 ? 128 : 64;
     const int64_t steps = shape_.group() * ceil_div(shape_.queries, tile);
     const int64_t of_block = all_key_tiles() * steps / places / (shape_.causal ? 2 : 1);
     return 33 * std::min(key_tiles(), places / sequences()) < of_block;
   }
+  /// Or, with a run, blocks.
   template <class Tile>
   int64_t items() const {
     static_assert(keys_of_item<Tile> == kBackwardKeys);
+    if (division_.run > 0) return ceil_div(divided() * tiles_of_keys().count, division_.run);
     return plain() + divided() * division_.splits;
   }
 
@@ -244,10 +265,23 @@ class BackwardLaunches {
   /// size: in a small last group blocks would wait for each other, and multiprocessors be idle.
   ///
   /// With causal the first tiles of a sequence have the most steps. In any order, too, they should
-  /// not be the last that start, so there are as many sequences side by side; but else one.
+  /// not be the last that start, so there are as many sequences side by side.
+  ///
+  /// Without causal, in any order, for widths up to 128: blocks of a sequence that run at the same
+  /// time read the same queries, which the L2 cache keeps for all of them. But where all blocks are
+  /// of one or two sequences, a step takes up to 20 % longer (H200). So there are some 8 of a
+  /// sequence at a time, and more if the cache would not keep what so many sequences read. If it
+  /// keeps what all read, the tiles of the last keys come last, which may be nearly empty.
   template <class Tile>
   int64_t abreast(bool in_order, int64_t places) const {
-    if (!in_order && !shape_.causal) return 1;
+    if (!in_order && !shape_.causal) {
+      if (shape_.width > 128) return 1;
+      const int64_t bytes = bytes_of_sequence();
+      if (sequences() * bytes <= 12 << 20) return sequences();
+      const int64_t fit =
+          std::clamp<int64_t>((48 << 20) / bytes, 1, std::max<int64_t>(1, places / 8));
+      return ceil_div(sequences(), ceil_div(sequences(), fit));
+    }
     const int64_t of_tile = shape_.group() * ceil_div(shape_.queries, int64_t{Tile::kQueries});
     const int64_t steps = plain() > 0 ? of_tile : of_tile / division_.splits;
     const int64_t most = std::max<int64_t>(1, shape_.causal ? steps / 2 : steps);
@@ -281,6 +315,7 @@ class BackwardLaunches {
         narrow(abreast<Tile>(in_order, places)),
         narrow(plain()),
         narrow(division_.splits),
+        narrow(division_.run),
         whole_};
   }
 
@@ -288,8 +323,8 @@ class BackwardLaunches {
   AttentionShape shape_;
   float scale_;
   int64_t short_keys_;
-  BackwardDivision division_;
   bool whole_, in_order_;
+  BackwardDivision division_;
   int64_t counted_;  // parts of dQ, of which each has a count
   Memory<unsigned> counts_;
   Memory<float> row_sums_, dq_sums_, kv_sums_;
@@ -320,6 +355,7 @@ class AttentionBackward {
     }
     const auto of_width = [&]<bool kInOrder>() {
       return shape_.width <= 64    ? way<64, kInOrder>()
+             : shape_.width <= 96  ? way<96, kInOrder>()
              : shape_.width <= 128 ? way<128, kInOrder>()
                                    : way<256, kInOrder>();
     };
@@ -344,12 +380,11 @@ class AttentionBackward {
               static_cast<int>(sizeof(BackwardWideShared<Tile>))};
     }
     if (is_hopper() && kWidth <= 128) {
-      using Tile = BackwardHopperTile<T, kWidth <= 128 ? kWidth : 128>;
-      return {on_hopper, flops / 500e6,
-              [self = launches_] { self.template launch_hopper<Tile, kInOrder>(); },
+      using Tile = BackwardHopperTile<T, kWidth <= 128 ? kWidth : 128, kInOrder>;
+      return {on_hopper, flops / 500e6, [self = launches_] { self.template launch_hopper<Tile>(); },
               static_cast<int>(sizeof(BackwardHopperShared<Tile>))};
     }
-    using Tile = BackwardTile<T, kWidth>;
+    using Tile = BackwardTile<T, kWidth == 96 ? 128 : kWidth>;
     static_assert(sizeof(BackwardShared<Tile>) <= 99 << 10);
     return {"mma.sync, parts of d_q added up by atomics" + order, flops / 200e6,
             [self = launches_] { self.template launch_portable<Tile, kInOrder>(); },

@@ -1,43 +1,74 @@
-// The gradients of attention on Hopper: *warp specialization* and, in order, *deterministic* of
-// bonus_attention_backward.cu for rows that lie anywhere, of any width up to 128.
+// The gradients of attention on Hopper for heads of up to 128 columns: *warp specialization* and,
+// in order, *deterministic* of bonus_attention_backward.cu, for rows that lie anywhere.
 //
-// An item is 128 keys of a head of K and V, with their dK and dV, and the queries that see them.
-// There is a block for each multiprocessor, and it goes from item to item: what it loads for the
-// next one comes while it is busy with this one. A producer warp has the copy engine bring K and V
-// once an item, and then tiles of Q and d_out to the stages of a pipeline; it loads the tile's
-// logarithms and D itself, and says which tile it is. There are two places for K, which is read
-// until an item's end; V is free a little sooner, and has one. Two consumers, a warpgroup each,
-// have 64 of the keys. P^T and dS^T are left factors in registers; right factors are read where
-// they lie, along their rows for the logits and for dP, and across them for dV and dK.
+// What is computed. P and dS have a row for each query and a column for each key. They are never in
+// memory as a whole:
 //
-// For dQ, which is summed over the keys of both consumers, dS^T is the left factor in shared memory
-// that wgmma reads transposed. Each consumer computes 64 queries by 64 columns of it: with a width
-// of 64 a tile has 128 queries, of which each has half; with a width of 128 it has 64, and each has
-// half of the columns. There are two places for dS^T.
+//     P = exp(scale Q K^T - log_sums)     dP = d_out V^T     dS = P (dP - D)
+//     dV = P^T d_out     dK = scale dS^T Q     dQ = scale dS K
 //
-// If the consumers meet in each step, when all of dS^T is there, both compute exponentials at the
-// same time, and then the tensor cores have little to do. So dQ may be *late*: a consumer computes
-// it of the step before, of which the other one has left its dS^T long ago. Then nobody waits for
-// this step's, and one computes while the other one's products run. On an H200 that is 7 to 9 %
-// faster with a width of 64, which has twice as many exponentials for the same products, and 2 %
-// with 128; but there it is 2 % slower in order, so that the consumers meet.
+// D has a number for each query: the sum of d_out * out over its row. attention_row_sums has
+// computed it.
 //
-// While the products for dV run, a consumer computes dS; while those for dK run, it adds its part
-// of dQ to the sums in memory, four numbers by an instruction that nobody waits for. (By way of
-// shared memory and the copy engine, as *reduce-add* does it, is up to 4 % slower on an H200: then
-// the warps of a consumer meet.) No one but attention_finish_parts reads these sums, so they lie as
-// they lie in registers: a part is 64 x 64 numbers, element i / 4 of thread t is four of them, and
-// for each i / 4 those of a consumer's 128 threads are neighbours. If there is only one tile of
-// keys, a part is dQ itself, and goes there at once.
+// What a block does. An *item* is 128 keys of a head of K and V, with the queries that see them.
+// There is a block for each multiprocessor, and it computes item after item. A *step* of an item is
+// a tile of queries: 128 of them if heads have up to 64 columns, else 64. The kernel for heads of
+// 65 to 96 columns multiplies 96, and that for wider ones 128. BackwardPlace says which steps an
+// item has.
 //
-// dK and dV leave from registers, too: four lanes exchange what they have of four groups of eight
-// columns, and each stores one of these, 16 bytes. Few heads of K and V with few keys are fewer
-// items than there are multiprocessors. Then the queries of an item are divided among several, its
-// splits, and their sums, as they lie in registers, are added up by attention_finish_parts.
+// Who does what in a block:
 //
-// In order, two warps beside the producer take the consumers' parts from shared memory, and have
-// the copy engine add each when those of the keys before are there (BackwardPlace). The block of
-// the first keys stores its parts, so that the sums need not begin as zeros.
+//     producer        a warp. It has the copy engine bring K and V of an item, and Q and d_out of a
+//                     step. It loads log_sums and D of the step itself, and says which step it is.
+//     two consumers   a warpgroup each. A consumer computes with 64 of the item's keys, and has
+//                     their dK and dV in registers.
+//     two adders      a warp each, only in order. An adder has the copy engine add a consumer's
+//                     parts of dQ to the sums in memory.
+//
+// What moves where:
+//
+//     K, V        go from memory to shared memory, once for an item. K has two places: it is read
+//                 until the item's end, and the next item's K comes meanwhile. V is free a little
+//                 sooner, and has one place.
+//     Q, d_out    go from memory to a stage in shared memory, once for a step.
+//     P^T, dS^T   stay in the consumer's registers, where they are left factors of dV and dK. The
+//                 right factors of all products are read from shared memory.
+//     dS^T        also goes to shared memory. For dQ is summed over the keys of both consumers, and
+//                 a thread has only some of its own consumer's in registers. wgmma reads it
+//                 transposed, as the left factor of dQ. It has two places.
+//     dQ          is added to sums in memory, as other items' keys add to it, too. In a step a
+//                 consumer computes a *part* of dQ, 64 x 64 numbers: half of the tile's queries,
+//                 or, if the tile has 64, half of the columns.
+//     dK, dV      go from registers to memory at the item's end. Four lanes exchange what they have
+//                 of four groups of eight columns, and then each stores one group, 16 bytes.
+//
+// Why dQ is late. If a consumer waited for the other one's dS^T of the same step, the two would
+// meet in each step. Then both would compute exponentials at the same time, and the tensor cores
+// would have little to do. So a consumer computes dQ of the step before. The other consumer has
+// left its dS^T of that step long ago, and nobody waits. While one computes exponentials, products
+// of the other one run. On an H200 this saves 7 to 9 % with 64 columns. Wider heads have half as
+// many exponentials for the same products: there it saves 2 % in any order. In order it costs 2 %,
+// so there the consumers meet.
+//
+// Why threads add dQ. They add four numbers by one instruction, and do not wait for it. Meanwhile
+// the products for dK run. By way of shared memory and the copy engine, as *reduce-add* does it,
+// the warps of a consumer would have to meet, which costs up to 4 % on an H200. Nobody but
+// attention_finish_parts reads the sums, so they lie in memory as they lie in registers. Of a part
+// a thread has 32 numbers, in eight groups of four. For each group the four numbers of a consumer's
+// 128 threads are neighbours in memory. If an item has all keys of a head, its part is dQ itself,
+// and the consumer stores it there.
+//
+// In order, the parts of a head's keys are added up in the order of these keys. A consumer leaves
+// its part in shared memory. The adder waits until the parts of the keys before are added, and then
+// has the copy engine add this one (BackwardPlace says why nobody waits forever). The item of the
+// first keys stores its parts. So the sums need not begin as zeros.
+//
+// Few steps. A tile of 128 queries may be half empty. Then its step is computed with 64 of them,
+// which takes half as long.
+//
+// Few items. If there are fewer items than multiprocessors, or a few more than fill whole rounds,
+// the steps of some tiles of keys are divided among several blocks. Each of these leaves its sums
+// of dK and dV in memory, as they lie in registers. attention_finish_parts adds them up.
 #pragma once
 
 #include "operators/attention/backward_portable.cuh"
@@ -45,11 +76,14 @@
 
 namespace operators::attention {
 
-template <typename T_, int kWidth_>
+template <typename T_, int kWidth_, bool kInOrder_ = false>
 struct BackwardHopperTile {
   using T = T_;
+  static constexpr bool kInOrder = kInOrder_;
   static constexpr int kWidth = kWidth_, kKeys = 128, kQueries = kWidth == 64 ? 128 : 64;
-  static constexpr int kBoxes = kWidth / kBoxCols, kStages = 2, kThreads = 384;
+  static constexpr int kBoxes = ceil_div(kWidth, kBoxCols), kThreads = 384;
+  // In any order there is room for three. With 64 columns two are 5 % faster on an H200.
+  static constexpr int kStages = kWidth == 128 && !kInOrder ? 3 : 2;
   static constexpr int kBlocks = 1;            // that share an item
   static constexpr int kPartFloats = 64 * 64;  // of dQ: what a consumer has of a tile of queries
   // Of 168 a thread. Each width has few to spare: with 24 a producer of 128 queries would spill.
@@ -65,15 +99,22 @@ struct BackwardStep {
   int part, next;   // of dQ the tile has `part` and the one after it; of the next step, or -1
 };
 
+/// The consumers' parts of dQ, in order.
+template <bool kInOrder>
+struct BackwardParts {};
+template <>
+struct BackwardParts<true> {
+  float4 parts[2][8][128];  // 64 x 64 numbers of each consumer
+};
+
 template <class Tile>
-struct BackwardHopperShared {
+struct BackwardHopperShared : BackwardParts<Tile::kInOrder> {
   using T = typename Tile::T;
   struct Stage {
     Box<T, Tile::kQueries> Q[Tile::kBoxes], d_out[Tile::kBoxes];
   };
   LeftTile<T, Tile::kKeys> K[2][Tile::kBoxes], V[Tile::kBoxes];
-  Box<T, Tile::kKeys> dS[2][Tile::kQueries / 64];     // transposed: 128 keys by 64 queries each
-  float4 parts[2][Tile::kPartFloats / 4 / 128][128];  // of dQ, of each consumer, in order
+  Box<T, Tile::kKeys> dS[2][Tile::kQueries / 64];  // transposed: 128 keys by 64 queries each
   Pipeline<Stage, Tile::kStages> pipeline;
   // Of each stage, filled by the producer's threads.
   float log_sums[Tile::kStages][Tile::kQueries], row_sums[Tile::kStages][Tile::kQueries];
@@ -94,10 +135,10 @@ struct BackwardMaps {
 };
 
 /// Where splits leave dK and dV of 64 keys: sums of kFloats numbers, as they lie in registers,
-/// those of all splits one after the other.
+/// those of all splits one after the other. Heads of 96 columns have as much room as those of 128.
 template <int kWidth>
 struct KeySums {
-  static constexpr int kFloats = 64 * kWidth;
+  static constexpr int kFloats = 64 * ceil_div(kWidth, 64) * 64;
 
   /// keys64: number of the 64 keys in all tiles that are divided.
   __device__ static int64_t place(int keys64, bool of_dV, int splits, int split) {
@@ -144,12 +185,12 @@ __device__ __forceinline__ void store_rows(const Sum<kCols>& sum, float factor, 
     }
   }
 }
-/// Adds a warpgroup's sums to those in memory, as they lie in registers, four at a time. Each
-/// addition is atomic by itself.
-template <int kCols>
-__device__ __forceinline__ void add_sums(const Sum<kCols>& sum, float* to) {
+/// Adds columns kFirst to kAfter - 1 of a warpgroup's sums to those in memory, as they lie in
+/// registers, four at a time: these are of eight columns. Each addition is atomic by itself.
+template <int kFirst, int kAfter>
+__device__ __forceinline__ void add_sums(const Sum<64>& sum, float* to) {
 #pragma unroll
-  for (int i = 0; i < sum.size() / 4; ++i) {
+  for (int i = kFirst / 8; i < kAfter / 8; ++i) {
     const float* const of = &sum.elements[4 * i];
     float4* const own = reinterpret_cast<float4*>(to) + 128 * i + threadIdx.x % 128;
 #ifdef CUDA_CPU
@@ -180,7 +221,7 @@ __device__ __forceinline__ void store_key_sums(const BackwardOperands<T>& in, bo
   if (place.splits > 1) {
     const int keys64 = ((place.tile - in.plain) * keys_of_tile + key0 % keys_of_tile) / 64;
     store_sums(sum, factor,
-               in.kv_sums + KeySums<kWidth>::place(keys64, of_dV, place.splits, place.split));
+               in.kv_sums + KeySums<kWidth>::place(keys64, of_dV, in.splits, place.split));
     return;
   }
   const Strides& by = of_dV ? in.dv : in.dk;
@@ -188,12 +229,13 @@ __device__ __forceinline__ void store_key_sums(const BackwardOperands<T>& in, bo
   store_rows(sum, factor, to + key0 * by.row, by.row, in.keys - key0, in.width);
 }
 
-/// What a consumer does with 64 keys and a tile's queries, between two products.
-template <class Tile>
+/// What a consumer does with 64 keys and a tile's queries, or their first half, between two
+/// products.
+template <class Tile, int kQueries = Tile::kQueries>
 struct BackwardConsumer {
   using T = typename Tile::T;
-  using Product = Sum<Tile::kQueries>;                   // 64 keys by a tile's queries
-  using Factor = LeftFragments<T, Tile::kQueries / 16>;  // the same, rounded
+  using Product = Sum<kQueries>;                   // 64 keys by the queries
+  using Factor = LeftFragments<T, kQueries / 16>;  // the same, rounded
 
   /// Logits become P; for keys, of those from own_key0 on, that a query does not see it is 0.
   __device__ __forceinline__ static void to_probabilities(Product& P, const BackwardOperands<T>& in,
@@ -234,15 +276,13 @@ struct BackwardConsumer {
   }
 };
 
-template <class Tile, bool kInOrder>
+template <class Tile>
 struct BackwardHopperBlock {
   using T = typename Tile::T;
   using Shared = BackwardHopperShared<Tile>;
   using Stage = typename Shared::Stage;
-  using Consumer = BackwardConsumer<Tile>;
-  using Product = typename Consumer::Product;
-  using Factor = typename Consumer::Factor;
   static constexpr int kWidth = Tile::kWidth;
+  static constexpr bool kInOrder = Tile::kInOrder;
   static constexpr bool kLate = kWidth == 64 || !kInOrder;  // dQ is computed a step after dS
   Shared& shared;
   const BackwardMaps& maps;
@@ -269,8 +309,12 @@ struct BackwardHopperBlock {
     __syncthreads();
   }
 
+  __device__ bool has_run() const { return !kInOrder && in.run > 0; }
+  /// Of a tile of keys, without a mask.
+  __device__ int steps_of_tile() const { return in.group * ceil_div(in.queries, Tile::kQueries); }
   __device__ BackwardPlace place_of(int item) const {
-    return BackwardPlace::of_item(in, item, Tile::kKeys);
+    return has_run() ? BackwardPlace::of_run(in, item, Tile::kKeys, steps_of_tile())
+                     : BackwardPlace::of_item(in, item, Tile::kKeys);
   }
   __device__ int items() const {
     const int tiles = in.sequences * ceil_div(in.keys, Tile::kKeys);
@@ -284,13 +328,14 @@ struct BackwardHopperBlock {
   /// A block's first item has its own number, and further ones are drawn from a counter in memory:
   /// an item of few steps, as with causal, is followed by another one sooner. In order, if there
   /// are more items than blocks, all are drawn. An item waits for those of lower numbers, and these
-  /// must not belong to a block that has found no room yet beside another launch.
+  /// must not belong to a block that has found no room yet beside another launch. With a run a
+  /// block knows what it has, and draws nothing.
   __device__ void bring() const {
     const int lane = threadIdx.x % 32, all_tiles = ceil_div(in.queries, Tile::kQueries);
     const int all_items = items();
     const uint64_t policy = evict_normal();
     Writer writer(shared.pipeline);
-    int drawn = static_cast<int>(blockIdx.x);
+    int drawn = has_run() ? next_of_run(-1) : static_cast<int>(blockIdx.x);
     bool waited = is_drawn_from_the_first(all_items);
     if (waited) {
       wait_for_previous_kernel();
@@ -301,8 +346,9 @@ struct BackwardHopperBlock {
       if (item >= all_items) break;
       const BackwardPlace place = place_of(item);
       const int key0 = place.key_tile * Tile::kKeys;
-      const BackwardSteps<kInOrder> steps(in.first_query(key0) / Tile::kQueries, all_tiles,
-                                          in.group, place.split, place.splits);
+      BackwardSteps<kInOrder> steps(in.first_query(key0) / Tile::kQueries, all_tiles, in.group,
+                                    place.split, place.splits);
+      if (has_run()) steps.take(place.first_step, place.step_after);
       const int count = steps.count(), head0 = place.sequence * in.group;
       const auto part_of = [&](int step) {
         return 2 * ((head0 + steps.of_group(step)) * all_tiles + steps.tile(step));
@@ -356,7 +402,9 @@ struct BackwardHopperBlock {
         }
         barrier_arrive(&full);
         // Not sooner than it has to be: who has long items should not draw many.
-        if (lane == 0 && step == max(0, count - 3)) drawn = draw(all_items);
+        if (lane == 0 && step == max(0, count - 3)) {
+          drawn = has_run() ? next_of_run(item) : draw(all_items);
+        }
       }
       n += count > 0;
       if (count > 0) continue;
@@ -381,35 +429,50 @@ struct BackwardHopperBlock {
     return first < all_items ? first + static_cast<int>(atomicAdd(in.drawn, 1u)) : all_items;
   }
 
+  /// With a run, the block's item after `item`, or its first one after -1.
+  __device__ int next_of_run(int item) const {
+    const int block = static_cast<int>(blockIdx.x), steps = steps_of_tile();
+    const int tile = item < 0 ? block * in.run / steps : item / in.splits + 1;
+    if (item >= 0 && tile * steps >= (block + 1) * in.run) return items();
+    return min(tile * in.splits + block - tile * steps / in.run, items());
+  }
+
   /// Of a step in shared.steps.
   __device__ static int number_of(const Ring& ring) {
     return ring.stage + Tile::kStages * ring.parity;
   }
+  /// And of the step before.
+  __device__ static int before_of(int number) {
+    return number == 0 ? 2 * Tile::kStages - 1 : number - 1;
+  }
 
-  /// product = left right^T: 64 keys of K or V by the rows of Q or d_out.
+  /// product = left right^T: 64 keys of K or V by the first rows of Q or d_out.
+  template <class Product>
   __device__ __forceinline__ void start_transposed(Product& product,
                                                    const LeftTile<T, Tile::kKeys>* left,
                                                    const Box<T, Tile::kQueries>* right) const {
 #pragma unroll
     for (int box = 0; box < Tile::kBoxes; ++box) {
-      product.template start_product<kSlices>(
-          left[box].rows(64 * consumer), AlongK<T>{descriptor_a(right[box].elements)}, box > 0);
+      if (kWidth == 96 && box == 1) {
+        product.template start_product<2>(left[box].rows(64 * consumer),
+                                          AlongK<T>{descriptor_a(right[box].elements)}, true);
+      } else {
+        product.template start_product<kSlices>(
+            left[box].rows(64 * consumer), AlongK<T>{descriptor_a(right[box].elements)}, box > 0);
+      }
     }
   }
   /// The consumer's part of dQ = dS K, of all 128 keys.
   __device__ __forceinline__ void start_part(Sum<64>& part, const LeftTile<T, Tile::kKeys>* K,
-                                             int stage) const {
+                                             int at) const {
     const bool halves = kWidth == 64;  // of the queries, or else of the columns
-    part.template start_product<Tile::kKeys / 16>(
-        shared.dS[stage][halves ? consumer : 0].across_k(), K[halves ? 0 : consumer].across_k(),
-        false);
+    part.template start_product<Tile::kKeys / 16>(shared.dS[at][halves ? consumer : 0].across_k(),
+                                                  K[halves ? 0 : consumer].across_k(), false);
   }
   /// The part of a step goes to dQ, if it is whole, or to where the parts of other keys are added
-  /// to it. As there are two stages, a step's stage is also the parity of how many there were
-  /// before.
+  /// to it. `at`: its place of dS^T, which is also the parity of how many steps there were before.
   __device__ __forceinline__ void add_part(const Sum<64>& part, const BackwardStep& step,
-                                           int stage) const {
-    static_assert(Tile::kStages == 2);
+                                           int at) const {
     const int thread = threadIdx.x % 128;
     if (in.whole) {
       const int head = step.part / 2 / ceil_div(in.queries, Tile::kQueries);
@@ -421,9 +484,14 @@ struct BackwardHopperBlock {
       return;
     }
     if constexpr (!kInOrder) {
-      add_sums(part, in.dq_sums + int64_t{step.part + consumer} * Tile::kPartFloats);
+      if (kWidth == 64 && step.query0 + 64 * consumer >= in.queries) return;
+      float* const to = in.dq_sums + int64_t{step.part + consumer} * Tile::kPartFloats;
+      // With a width of 96 the second consumer has 32 columns.
+      constexpr int kBoth = kWidth % 64 == 0 ? 64 : kWidth % 64;
+      add_sums<0, kBoth>(part, to);
+      if (kBoth < 64 && consumer == 0) add_sums<kBoth, 64>(part, to);
     } else {
-      barrier_wait(&shared.part_empty[consumer], stage ^ 1);  // the part before has left
+      barrier_wait(&shared.part_empty[consumer], at ^ 1);  // the part before has left
 #pragma unroll
       for (int i = 0; i < part.size() / 4; ++i) {
         const float* const of = &part.elements[4 * i];
@@ -469,14 +537,16 @@ struct BackwardHopperBlock {
     }
   }
 
-  /// A consumer. If dQ is late, the first step has none. What is computed there nobody needs.
+  /// A consumer. If dQ is late, the first step has none to compute. It computes something from the
+  /// other place for dS^T, which nobody needs: the product must not be left out, or ptxas would
+  /// serialize all products.
   __device__ __forceinline__ void compute() const {
     const BlockGrid<1, 1> alone;
     Reader reader(shared.pipeline, alone);
     Sum<kWidth> dK, dV;
-    constexpr int kOfQueries = Tile::kQueries / 16;
     const bool tells = threadIdx.x % 128 == 0;
     bool first = kLate;
+    int turn = 0;            // how many steps there were before
     int K_before = 0;        // the place of K of the step before
     for (int n = 0;; ++n) {  // items
       reader.wait();
@@ -487,26 +557,30 @@ struct BackwardHopperBlock {
       dV = {};
       barrier_wait(&shared.K_full[n % 2], n / 2 % 2);
       barrier_wait(&shared.V_full, n % 2);
-      for (int step = 0; step < count; ++step) {
+      // kQueries: the tile's, or 64, if there are no more of them.
+      const auto compute_step = [&]<int kQueries>(int step) {
+        using Consumer = BackwardConsumer<Tile, kQueries>;
+        constexpr int kOfQueries = kQueries / 16;
         auto& stage = reader.wait();
-        const int at = reader.ring.stage, number = number_of(reader.ring);
-        Product P, dS;
-        Factor P_factor, dS_factor;
+        const int at = turn % 2, lap = turn / 2 % 2;
+        const int at_stage = reader.ring.stage, number = number_of(reader.ring);
+        typename Consumer::Product P, dS;
+        typename Consumer::Factor P_factor, dS_factor;
         start_transposed(P, shared.K[n % 2], stage.Q);
         start_transposed(dS, shared.V, stage.d_out);
         wgmma_wait<Tile::kBoxes>();  // the logits
-        Consumer::to_probabilities(P, in, shared.log_sums[at], shared.steps[number].query0,
+        Consumer::to_probabilities(P, in, shared.log_sums[at_stage], shared.steps[number].query0,
                                    own_key0);
         Consumer::to_factor(P_factor, P);
         dV.template start_product<kOfQueries>(P_factor, stage.d_out[0].across_k(), true);
         wgmma_wait<1>();  // dP
         if (step + 1 == count) alone.release(shared.V_empty);
-        Consumer::to_gradients(dS, P, P_factor, shared.row_sums[at]);
+        Consumer::to_gradients(dS, P, P_factor, shared.row_sums[at_stage]);
         Consumer::to_factor(dS_factor, dS);
-        // dQ of two steps ago.
-        if constexpr (kLate) barrier_wait(&shared.dS_empty[at], reader.ring.parity ^ 1);
+        // dQ of two steps ago, or, in the second step, what the first one computes in its place.
+        if constexpr (kLate) barrier_wait(&shared.dS_empty[at], lap ^ at ^ 1);
 #pragma unroll
-        for (int box = 0; box < Tile::kQueries / 64; ++box) {
+        for (int box = 0; box < kQueries / 64; ++box) {
           auto& own = reinterpret_cast<Box<T, 64>&>(*shared.dS[at][box].row(64 * consumer));
           dS.store(own, 64 * box, [&](int i) { return dS.elements[i]; });
         }
@@ -516,14 +590,14 @@ struct BackwardHopperBlock {
           __syncwarp();
           if (threadIdx.x % 32 == 0) barrier_arrive(&shared.dS_full[at]);
           const int before = at ^ 1;
-          if (!first) barrier_wait(&shared.dS_full[before], reader.ring.parity ^ before);
+          if (!first) barrier_wait(&shared.dS_full[before], lap ^ before);
           start_part(dQ, shared.K[K_before], before);
           dK.template start_product<kOfQueries>(dS_factor, stage.Q[0].across_k(), true);
           wgmma_wait<1>();  // dQ
+          if (tells) barrier_arrive(&shared.dS_empty[before]);
           if (!first) {
-            if (tells) barrier_arrive(&shared.dS_empty[before]);
             if (step == 0) alone.release(shared.K_empty[K_before]);
-            add_part(dQ, shared.steps[(number + 3) % 4], before);
+            add_part(dQ, shared.steps[before_of(number)], before);
           }
           first = false;
           K_before = n % 2;
@@ -536,20 +610,31 @@ struct BackwardHopperBlock {
           add_part(dQ, shared.steps[number], at);
         }
         wgmma_wait<0>();
+      };
+      for (int step = 0; step < count; ++step) {
+        if constexpr (Tile::kQueries > 64) reader.wait();
+        if constexpr (Tile::kQueries == 64) {
+          compute_step.template operator()<64>(step);
+        } else if (shared.steps[number_of(reader.ring)].query0 + 64 < in.queries) {
+          compute_step.template operator()<Tile::kQueries>(step);
+        } else {
+          compute_step.template operator()<64>(step);
+        }
         reader.give_back();
         reader.next();
+        ++turn;
       }
       const BackwardPlace place = place_of(item);
       store_key_sums(in, true, dV, place, own_key0, Tile::kKeys);
       store_key_sums(in, false, dK, place, own_key0, Tile::kKeys);
     }
-    const int last = reader.ring.stage ^ 1;
+    const int last = turn % 2 ^ 1;
     if (kLate && !first) {
-      barrier_wait(&shared.dS_full[last], reader.ring.parity ^ last);
+      barrier_wait(&shared.dS_full[last], turn / 2 % 2 ^ last);
       Sum<64> dQ;
       start_part(dQ, shared.K[K_before], last);
       wgmma_wait<0>();
-      add_part(dQ, shared.steps[(number_of(reader.ring) + 3) % 4], last);
+      add_part(dQ, shared.steps[before_of(number_of(reader.ring))], last);
     }
     if constexpr (kInOrder) {
       if (in.whole) return;
@@ -560,19 +645,19 @@ struct BackwardHopperBlock {
 };
 #endif
 
-template <class Tile, bool kInOrder>
+template <class Tile>
 __global__ void __launch_bounds__(Tile::kThreads, 1)
     attention_backward_hopper(const __grid_constant__ BackwardMaps maps,
                               const __grid_constant__ BackwardOperands<typename Tile::T> in) {
 #if HOPPER_CODE
   start_next_kernel();
   extern __shared__ __align__(1024) char bytes[];
-  const BackwardHopperBlock<Tile, kInOrder> block(bytes, maps, in);
+  const BackwardHopperBlock<Tile> block(bytes, maps, in);
   const int warp = warp_of_block();
   if (warp < 4) {
     registers_shrink_to<Tile::kProducerRegisters>();
     if (warp == 0) block.bring();
-    if constexpr (kInOrder) {
+    if constexpr (Tile::kInOrder) {
       if ((warp == 1 || warp == 2) && elect_one()) block.add_in_order(warp - 1);
     }
   } else {
@@ -676,7 +761,8 @@ __global__ void __launch_bounds__(128)
   of.scale = 1;
   const int tile0 = in.first_query(place.key_tile * kKeys) / Tile::kQueries;
   of.count = min(in.splits, (all_tiles - tile0) * in.group);  // the others have no step
-  if (of.rows <= 0) return;
+  if (in.run > 0) of.count = BackwardPlace::blocks_of_run(in, place.tile, all_tiles * in.group);
+  if (of.rows <= 0 || of.cols <= 0 || in.run > 0 && of.count == 1) return;
   wait_for_previous_kernel();
   finish_parts<32>(of);
 }

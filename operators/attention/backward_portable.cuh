@@ -24,7 +24,8 @@ struct BackwardOperands : AttentionOperands<T> {
   int sequences;  // heads of K and V, of all batches
   int abreast;    // of these: see BackwardPlace
   int plain;      // so many tiles of keys are an item each
-  int splits;     // and the others so many items
+  int splits;     // and the others so many items; with a run it is the most that one is
+  int run;        // or a block has so many steps of all tiles, one after the other; else 0
   bool whole;     // one tile has all keys: then a block's part of dQ is dQ
 
   /// The first query that sees key t.
@@ -152,6 +153,11 @@ __device__ __forceinline__ int sequence_of_block() {
 /// through `abreast` sequences at a time: through all of their first tiles, then through their
 /// second ones, and so on.
 ///
+/// With a run, the steps of all tiles are numbered, tile after tile, and a block has `run` of them
+/// in a row: often the end of a tile and the beginning of the next one. So all blocks have as much
+/// to do, and few tiles are divided into more than two. That is only without a mask and in any
+/// order: then all tiles have as many steps, and no block waits for another one.
+///
 /// In order, a block adds to a part of dQ after the blocks of the keys before. It waits only for
 /// items of lower numbers. If the blocks that have these have started before it, nobody waits
 /// forever: of all items that have not ended the one with the lowest number waits for none. GPUs so
@@ -160,6 +166,7 @@ struct BackwardPlace {
   int key_tile, kv_head, batch, sequence;
   int tile = 0;  // its number
   int split = 0, splits = 1;
+  int first_step = 0, step_after = 0;  // of the tile's, with a run
 
   template <typename T>
   __device__ BackwardPlace(const BackwardOperands<T>& in, int of_keys, int of_sequence)
@@ -187,22 +194,47 @@ struct BackwardPlace {
     place.splits = in.splits;
     return place;
   }
+  /// The same with a run, where each tile has so many steps. An item's number is that of its tile
+  /// times `splits`, and its number among the blocks that have steps of this tile.
+  template <typename T>
+  __device__ static BackwardPlace of_run(const BackwardOperands<T>& in, int item, int keys_of_tile,
+                                         int steps) {
+    BackwardPlace place = of_item(in, item, keys_of_tile);
+    const int begin = place.tile * steps, block = begin / in.run + place.split;
+    place.splits = blocks_of_run(in, place.tile, steps);
+    place.first_step = max(0, block * in.run - begin);
+    place.step_after = min(steps, (block + 1) * in.run - begin);
+    return place;
+  }
+  /// How many blocks have steps of a tile.
+  template <typename T>
+  __device__ static int blocks_of_run(const BackwardOperands<T>& in, int tile, int steps) {
+    return ((tile + 1) * steps - 1) / in.run - tile * steps / in.run + 1;
+  }
 };
 
 /// A step of a block is a tile of queries of a head of Q, of the heads that share its keys. In
 /// order, the steps of a block are the first ones of those that the block of the keys before has:
 /// from the last tile on, and the heads alternate. Of `splits` shares number `split` has every
 /// splits-th step, from this number on, or none: so that holds for the shares of two tiles of keys
-/// that have the same number, too.
+/// that have the same number, too. (With a run it has all steps from a first one on.)
 template <bool kInOrder>
 struct BackwardSteps {
   int tile0, tiles, group;  // tiles from tile0 on have a query that sees a key
-  int split, splits;
+  int first, by, after;
 
-  __device__ BackwardSteps(int tile, int all_tiles, int heads, int of_split = 0, int of_splits = 1)
-      : tile0(tile), tiles(all_tiles - tile), group(heads), split(of_split), splits(of_splits) {}
+  __device__ BackwardSteps(int tile, int all_tiles, int heads, int split = 0, int splits = 1)
+      : tile0(tile),
+        tiles(all_tiles - tile),
+        group(heads),
+        first(split),
+        by(splits),
+        after(tiles * heads) {}
 
-  __device__ int count() const { return ceil_div(max(0, tiles * group - split), splits); }
+  /// Only these, one after the other.
+  __device__ void take(int from, int to) { first = from, by = 1, after = to; }
+
+  __device__ int count() const { return ceil_div(max(0, after - first), by); }
   __device__ int of_group(int step) const {
     return kInOrder ? number(step) % group : number(step) / tiles;
   }
@@ -211,7 +243,7 @@ struct BackwardSteps {
   }
 
  private:
-  __device__ int number(int step) const { return split + step * splits; }
+  __device__ int number(int step) const { return first + step * by; }
 };
 
 /// A lane's sums of kCount x 16 rows become left factors whose columns k to k + 15 they are.

@@ -107,6 +107,7 @@ struct BackwardShortBlock {
 
   /// The thread that starts the copies.
   __device__ void bring() const {
+    wait_for_previous_kernel();
     const uint64_t policy = evict_normal();
     Writer keys(shared.keys);
     Writer queries(shared.queries);
@@ -130,6 +131,7 @@ struct BackwardShortBlock {
   /// Two warps: the logarithms and D of each step. Where there is no query, and where a query sees
   /// no key or only logits of -infinity, P has to be 0: the logarithm becomes +infinity.
   __device__ void help(int row) const {
+    wait_for_previous_kernel();
     Ring ring{Tile::kStages};
     for_each_head([&](const BackwardPlace& place) {
       for_each_step([&](int of_group, int query0) {
@@ -253,6 +255,7 @@ __global__ void __launch_bounds__(Tile::kThreads, 1)
     attention_backward_short(const __grid_constant__ BackwardShortMaps maps,
                              const __grid_constant__ BackwardOperands<typename Tile::T> in) {
 #if HOPPER_CODE
+  start_next_kernel();
   extern __shared__ __align__(1024) char bytes[];
   const BackwardShortBlock<Tile> block(bytes, maps, in);
   const int warp = warp_of_block();

@@ -269,7 +269,7 @@ struct BackwardWideBlock {
       return;
     }
     if constexpr (!Tile::kByCopies) {
-      add_sums(part, to);
+      add_sums<0, 64>(part, to);
     } else {
 #pragma unroll
       for (int half = 0; half < 2; ++half) {

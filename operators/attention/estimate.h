@@ -58,19 +58,23 @@ inline constexpr double kBackwardItem = 4;     ///< of an item beside its steps
 inline constexpr double kBackwardAdded = 2;    ///< until the sums of splits are added up
 inline constexpr double kBackwardSplit = 0.3;  ///< and of each split
 inline constexpr double kBackwardRate = 2e6;   ///< bytes of these sums in a microsecond
+inline constexpr double kBackwardRun = 1.07;   ///< times as long takes a step of a run
 inline constexpr int64_t kMostSplits = 32;
 
 /// What the tiles of keys of the gradients are.
 struct BackwardTiles {
   int64_t tiles, places;     ///< of all sequences; how many the device has at a time
-  double steps, mean_steps;  ///< of the longest, and of all in the mean
+  int64_t count;             ///< of steps of the longest
+  double steps, mean_steps;  ///< the same, where some may be half ones; of all in the mean
   double step;               ///< microseconds of one
   double bytes;              ///< that a split of a tile leaves
 };
 
-/// The first `plain` tiles are an item each, and the others `splits` each.
+/// The first `plain` tiles are an item each, and the others `splits` each. Or, with a run, each
+/// place has so many steps of all tiles, one after the other, and a tile is divided among `splits`
+/// places at most.
 struct BackwardDivision {
-  int64_t plain = 0, splits = 1;
+  int64_t plain = 0, splits = 1, run = 0;
 };
 
 /// How long they should take.
@@ -78,7 +82,14 @@ inline double microseconds(const BackwardTiles& of, const BackwardDivision& by) 
   const double splits = static_cast<double>(by.splits), places = static_cast<double>(of.places);
   const double divided = static_cast<double>(of.tiles - by.plain), all = divided * splits;
   const double whole = kBackwardItem + of.step * of.steps;
-  const double longest = kBackwardItem + of.step * std::ceil(of.steps / splits);
+  if (by.run > 0) {
+    // A block has the end of one tile and the beginning of the next.
+    const double of_block = of.step * of.steps * divided / places * kBackwardRun;
+    return 2 * kBackwardItem + of_block + kBackwardAdded + kBackwardSplit * splits +
+           std::min(all, divided + places) * of.bytes / kBackwardRate;
+  }
+  const double longest =
+      kBackwardItem + of.step * (by.splits == 1 ? of.steps : std::ceil(of.steps / splits));
   const double mean = kBackwardItem + of.step * of.mean_steps / splits;
   const double added =
       by.splits == 1 ? 0
@@ -92,8 +103,8 @@ inline double microseconds(const BackwardTiles& of, const BackwardDivision& by) 
 
 /// How the tiles should be divided: not at all, unless that saves a few per cent; or all; or, where
 /// they are equal, those that do not make a whole round, even if that saves less: few sums have to
-/// be added up then.
-inline BackwardDivision divide(const BackwardTiles& of) {
+/// be added up then. Or, if `runs` may be, in runs, where there are fewer tiles than places.
+inline BackwardDivision divide(const BackwardTiles& of, bool runs) {
   BackwardDivision best;
   const double undivided = microseconds(of, best);
   double least = undivided;
@@ -106,7 +117,12 @@ inline BackwardDivision divide(const BackwardTiles& of) {
       if (took < std::min(least, (plain > 0 ? 0.985 : 0.97) * undivided)) best = by, least = took;
     }
   }
-  return best;
+  if (!runs || of.tiles >= of.places || of.tiles * of.count > 1 << 30) return best;
+  const int64_t run = (of.tiles * of.count + of.places - 1) / of.places;
+  const BackwardDivision by = {0, (of.count + run - 2) / run + 1, run};
+  return by.splits <= kMostSplits && microseconds(of, by) < std::min(least, 0.97 * undivided)
+             ? by
+             : best;
 }
 
 /// Where a block has all keys of a head, up to so many: microseconds of a tile of 64 queries, and

@@ -1070,6 +1070,8 @@ CASES = [
       for *sizes, causal in ((1, 1, 1, 1, 1, 8, False), (2, 5, 9, 4, 2, 24, True), (1, 90, 50, 1, 1, 64, True),
                              (1, 3, 300, 2, 2, 72, False), (2, 129, 257, 4, 2, 128, True),
                              (2, 700, 300, 6, 2, 64, False), (1, 1000, 1000, 2, 2, 128, False),
+                             (1, 400, 900, 16, 4, 96, False), (2, 333, 444, 4, 2, 80, True),
+                             (1, 2050, 2050, 4, 4, 128, False), (1, 2767, 2767, 4, 4, 64, False),
                              (2, 100, 120, 4, 2, 64, False), (3, 150, 190, 4, 4, 40, True), (2, 300, 250, 6, 2, 64, True),
                              (2, 300, 700, 6, 2, 256, False), (1, 333, 190, 2, 1, 136, True))),
     *(make(*sizes) for make in (diffusion, diffusion_backward) for sizes in MESHES),
