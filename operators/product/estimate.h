@@ -14,7 +14,7 @@
 
 namespace operators::product {
 
-using primitives::multiprocessors;
+using primitives::device_fact, primitives::multiprocessors;
 
 /// What a block of a tile does in a step, and with its results. A line is 128 bytes.
 struct TileWork {
@@ -55,35 +55,41 @@ struct StepFactor {
 
 /// Costs of products with elements of one type. Cycles are those of a multiprocessor.
 struct ProductCosts {
-  double start = 0;                   ///< microseconds until the first data and after the last
-  double multiply = 0;                ///< cycles for 32 rows x columns of a step
-  double between = 0;                 ///< cycles between two steps
-  double shared_bytes = 0;            ///< of a cycle: shared memory moves them
-  double l2_bytes = 0;                ///< the same: the L2 cache delivers them, if all blocks ask
-  double least_asking = 0;            ///< the part of the L2 cache's load that few blocks have
-  double least_cycles = 0;            ///< of a step
-  double off_line = 0;                ///< a fetched line, if rows begin inside a line
-  double off_sector = 0;              ///< the same, if they begin inside a sector of 32 bytes
+  double start = 0;         ///< microseconds until the first data and after the last
+  double multiply = 0;      ///< cycles for 32 rows x columns of a step
+  double between = 0;       ///< cycles between two steps
+  double shared_bytes = 0;  ///< of a cycle: shared memory moves them
+  double l2_bytes = 0;      ///< the same: the L2 cache delivers them, if all blocks ask
+  double sent_to_each = 0;  ///< of a line that blocks share: the part that loads the L2 cache as
+                            ///< often as there are blocks
+  double least_asking = 0;  ///< the part of the L2 cache's load that few blocks have
+  double least_cycles = 0;  ///< of a step
+  double off_line = 0;      ///< a fetched line, if rows begin inside a line
+  double off_sector = 0;    ///< the same, if they begin inside a sector of 32 bytes
   double store = 0, store_alone = 0;  ///< cycles for an element; for one of a consumer
   double narrow = 0, narrowest = 0;   ///< the same where rows of C are not aligned; and odd
   double narrow_transposed = 0;       ///< cycles for an element more, if the tile is transposed
   double tile = 0;                    ///< cycles between two tiles
+  double tile_shared = 0;  ///< the same more, in a cluster whose blocks share what they copy
   double burst = 0;  ///< cycles for (elements of a tile)^2 / 2^15: all blocks store at the same
                      ///< time, and larger tiles leave fewer pauses
   double narrow_burst = 0;                       ///< the same more, where rows of C are not aligned
   double read = 0, write = 0, write_narrow = 0;  ///< of a byte's time at the memory's rate
   double handover = 0;                           ///< microseconds of a shared tile
   double piece = 0, piece_element = 0;           ///< of each piece; and of each element of a thread
-  double partial = 0;       ///< microseconds for 2^10 elements of each multiprocessor
-  double shared_steps = 0;  ///< of a step, where clusters are at different places along k
-  double shared_reads = 0;  ///< of what these clusters fetch, how much comes from memory
-  double in_cluster = 0;    ///< microseconds for each doubling of slices of a cluster
-  double sent = 0;          ///< of each element that a thread sends to the cluster's other slices
+  double partial = 0;        ///< microseconds for 2^10 elements of each multiprocessor
+  double shared_steps = 0;   ///< of a step, where clusters are at different places along k
+  double shared_reads = 0;   ///< of what these clusters fetch, how much comes from memory
+  double spilled_reads = 0;  ///< the same, of the part of A and B that the L2 cache does not hold
+  double in_cluster = 0;     ///< microseconds for each doubling of slices of a cluster
+  double sent = 0;           ///< of each element that a thread sends to the cluster's other slices
   double pair = 0, four = 0, eight = 0;  ///< microseconds until a cluster of so many blocks has met
   double copies = 0, copy = 0;  ///< microseconds of align_rows; and of a copied byte's time
   double gather = 0;            ///< microseconds more where threads copy a factor (GatheredProduct)
   double gather_four = 0, gather_eight = 0;  ///< cycles for a line of it, by so many bytes a thread
   double once = 0;                           ///< microseconds that OneRow saves
+  double added = 0,
+         added_bytes = 0;  ///< microseconds of finish_slices; and of a byte that it reads
 };
 
 /// Of products in 2-byte elements.
@@ -143,76 +149,72 @@ inline constexpr StepFactor kHalfSteps[] = {
     {256, 128, true, 1, 2, 1.011}};
 
 /// Of products in TF32.
-inline constexpr ProductCosts kTf32Costs = {.start = 3.6,
-                                            .multiply = 0.834,
-                                            .shared_bytes = 214,
-                                            .l2_bytes = 48.3,
-                                            .least_asking = 0.265,
-                                            .least_cycles = 309,
-                                            .off_line = 1.04,
-                                            .off_sector = 1.48,
-                                            .store = 0.103,
-                                            .store_alone = 0.0291,
-                                            .narrow = 0.0129,
-                                            .narrowest = 0.0861,
-                                            .tile = 243,
-                                            .burst = 0.128,
-                                            .narrow_burst = 0.0917,
-                                            .read = 0.51,
-                                            .write = 0.796,
-                                            .write_narrow = 0.892,
-                                            .handover = 2.24,
-                                            .piece = 0.203,
-                                            .piece_element = 0.0116,
-                                            .partial = 0.0938,
-                                            .shared_steps = 1.38,
-                                            .in_cluster = 0.976,
-                                            .pair = 0.646,
-                                            .eight = 1.39,
-                                            .copies = 0.689,
+inline constexpr ProductCosts kTf32Costs = {.start = 2.08,
+                                            .multiply = 0.661,
+                                            .shared_bytes = 190,
+                                            .l2_bytes = 52.8,
+                                            .sent_to_each = 0.212,
+                                            .least_asking = 0.198,
+                                            .least_cycles = 251,
+                                            .off_line = 1.19,
+                                            .off_sector = 1.6,
+                                            .store = 0.116,
+                                            .store_alone = 0.0283,
+                                            .narrow = 0.00843,
+                                            .narrowest = 0.0386,
+                                            .tile = 109,
+                                            .tile_shared = 263,
+                                            .burst = 0.0731,
+                                            .narrow_burst = 0.0108,
+                                            .read = 0.608,
+                                            .write = 0.0574,
+                                            .write_narrow = 1.03,
+                                            .handover = 2.26,
+                                            .piece_element = 0.0105,
+                                            .partial = 0.144,
+                                            .shared_steps = 1.07,
+                                            .spilled_reads = 0.4,
+                                            .in_cluster = 0.0898,
+                                            .sent = 0.0507,
+                                            .pair = 0.197,
+                                            .copies = 1.56,
                                             .copy = 1.3,
-                                            .once = 1.15};
-inline constexpr StepFactor kTf32Steps[] = {
-    {128, 128, false, 1, 1, 1.068}, {128, 128, false, 2, 1, 1.026}, {128, 192, false, 1, 1, 0.970},
-    {128, 192, false, 2, 1, 0.997}, {128, 256, false, 1, 1, 1.003}, {128, 256, false, 2, 1, 1.030},
-    {128, 32, false, 1, 1, 0.971},  {128, 64, false, 1, 1, 1.052},  {128, 96, false, 1, 1, 1.051}};
+                                            .once = 0.315,
+                                            .added = 2.31,
+                                            .added_bytes = 1.01};
 
 /// Of products in 3xTF32.
-inline constexpr ProductCosts kSplitTf32Costs = {.start = 3.09,
-                                                 .multiply = 1.21,
-                                                 .between = 8.1,
-                                                 .shared_bytes = 297,
-                                                 .l2_bytes = 55.1,
-                                                 .least_asking = 0.533,
-                                                 .least_cycles = 687,
-                                                 .off_line = 1.31,
-                                                 .off_sector = 0.989,
-                                                 .store = 0.113,
-                                                 .store_alone = 0.0832,
-                                                 .narrow = 0.0236,
-                                                 .narrowest = 0.24,
-                                                 .tile = 334,
-                                                 .narrow_burst = 0.104,
-                                                 .read = 0.445,
-                                                 .write = 1.44,
-                                                 .write_narrow = 1.37,
-                                                 .handover = 2.21,
-                                                 .piece = 0.301,
-                                                 .piece_element = 0.0096,
-                                                 .partial = 0.0794,
-                                                 .shared_steps = 0.989,
-                                                 .shared_reads = 0.324,
-                                                 .in_cluster = 1.13,
-                                                 .pair = 0.202,
-                                                 .four = 0.0089,
-                                                 .eight = 1.36,
-                                                 .copies = 0.907,
-                                                 .copy = 1.31,
-                                                 .once = 0.482};
-inline constexpr StepFactor kSplitTf32Steps[] = {{128, 128, false, 1, 1, 0.969},
-                                                 {128, 128, false, 2, 1, 1.040},
-                                                 {128, 32, false, 1, 1, 0.983},
-                                                 {128, 64, false, 1, 1, 0.982}};
+inline constexpr ProductCosts kSplitTf32Costs = {.start = 1.83,
+                                                 .multiply = 1.05,
+                                                 .between = 22.9,
+                                                 .shared_bytes = 408,
+                                                 .l2_bytes = 53,
+                                                 .sent_to_each = 0.0774,
+                                                 .least_asking = 0.155,
+                                                 .least_cycles = 718,
+                                                 .off_line = 1.27,
+                                                 .off_sector = 1.82,
+                                                 .store = 0.224,
+                                                 .store_alone = 0.097,
+                                                 .narrow = 0.0429,
+                                                 .narrowest = 0.056,
+                                                 .tile = 56,
+                                                 .narrow_burst = 0.0148,
+                                                 .read = 0.27,
+                                                 .write = 0.341,
+                                                 .write_narrow = 1.04,
+                                                 .handover = 3.15,
+                                                 .piece_element = 0.00606,
+                                                 .partial = 0.128,
+                                                 .shared_steps = 1.03,
+                                                 .in_cluster = 0.22,
+                                                 .sent = 0.0481,
+                                                 .pair = 0.0696,
+                                                 .copies = 1.46,
+                                                 .copy = 1.33,
+                                                 .once = 0.241,
+                                                 .added = 2.78,
+                                                 .added_bytes = 0.717};
 
 template <size_t kCount>
 constexpr double step_factor(const TileWork& tile, const StepFactor (&all)[kCount]) {
@@ -248,6 +250,13 @@ inline double fetched_by_sharers(const TileWork& tile, int element_bytes, int de
          (1.0 * tile.rows * tile.stack + 1.0 * tile.cols * tile.side) * depth * element_bytes;
 }
 
+/// The part of A and B that the L2 cache does not hold.
+inline double spilled(const ProductMatrices& of) {
+  const ProductShape& shape = of.shape;
+  const double bytes = 1.0 * of.element_bytes * shape.depth * (1.0 * shape.rows + 1.0 * shape.cols);
+  return std::max(0.0, 1 - device_fact<cudaDevAttrL2CacheSize>() / bytes);
+}
+
 /// Microseconds of a product of these tiles, whose rows are aligned.
 inline double product_microseconds(const ProductCosts& cost, const TileWork& tile, double factor,
                                    const ProductMatrices& of, const Division& division) {
@@ -273,6 +282,7 @@ inline double product_microseconds(const ProductCosts& cost, const TileWork& til
   const double store =
       elements * (cost.store + (narrow && tile.transposed ? cost.narrow_transposed : 0)) +
       elements / tile.consumers * (cost.store_alone + unaligned) + cost.tile +
+      (blocks > 1 ? cost.tile_shared : 0) +
       elements * elements / (1 << 15) *
           (cost.burst + (narrow ? (odd ? 2 : 1) * cost.narrow_burst : 0));
   const double busy =
@@ -284,7 +294,8 @@ inline double product_microseconds(const ProductCosts& cost, const TileWork& til
       (of.element_bytes *
            (cost.read * (1.0 * shape.rows * shape.depth + 1.0 * shape.depth * shape.cols) +
             (cost.write + (narrow ? cost.write_narrow : 0)) * shape.rows * shape.cols) +
-       cost.shared_reads * fetched_by_sharers(tile, of.element_bytes, shape.depth, division)) /
+       (cost.shared_reads + cost.spilled_reads * spilled(of)) *
+           fetched_by_sharers(tile, of.element_bytes, shape.depth, division)) /
       memory_rate();
 
   double more = cost.start - (tile.read_once ? cost.once : 0);

@@ -173,17 +173,18 @@ class SharedSums {
   }
   /// Also for the copies of this memory that ways have.
   void allocate(const Workspace& workspace) {
-    if (counts_ == 0) return;
-    memory_->ended = workspace.zeros<unsigned>(counts_);
-    memory_->partial = workspace.any<float>(floats_);
+    if (counts_ > 0) memory_->ended = workspace.zeros<unsigned>(counts_);
+    if (floats_ > 0) memory_->partial = workspace.any<float>(floats_);
   }
 
   /// For launches. `shares`: sums go through memory. What a launch does not need it does not ask
   /// for: zeros would have to be written.
   Exchange exchange(bool shares) const {
     if (!shares) return {};
-    return {nullptr, memory_->ended->data(), memory_->partial->data()};
+    return {nullptr, memory_->ended->data(), partial()};
   }
+  /// For launches that need no counts.
+  float* partial() const { return memory_->partial->data(); }
 
  private:
   struct Allocated {

@@ -16,7 +16,7 @@ struct RowStrides {
 };
 
 /// For ids of ways: how tiles are divided among clusters; or that they are those of mma.sync, of
-/// aligned rows or of shifted ones.
-enum class Divided : int64_t { whole, shared, in_slices, by_mma_sync, shifted };
+/// aligned rows or of shifted ones; or that a second launch adds up slices.
+enum class Divided : int64_t { whole, shared, in_slices, by_mma_sync, shifted, added };
 
 }  // namespace operators::product

@@ -324,28 +324,28 @@ struct ShiftedCosts {
   double share;      ///< the same for 2^10 sums of a tile, which a cluster adds up
   double store;      ///< microseconds for 2^20 elements of C
 };
-inline constexpr ShiftedCosts kShiftedTf32Costs = {.start = 3.01,
-                                                   .line = 5.5,
-                                                   .aligned_b = 0.2,
-                                                   .multiply = 2.38,
-                                                   .least = 1142,
-                                                   .unequal = 0.385,
-                                                   .memory = 0.929,
-                                                   .handover = 2.1,
-                                                   .piece = 0.305,
-                                                   .share = 0.255,
-                                                   .store = 8.9};
-inline constexpr ShiftedCosts kShiftedSplitCosts = {.start = 2.83,
-                                                    .line = 8.04,
-                                                    .aligned_b = 0.2,
-                                                    .multiply = 10.1,
-                                                    .least = 1578,
-                                                    .unequal = 0.926,
-                                                    .memory = 0.8,
-                                                    .handover = 1.28,
-                                                    .piece = 0.446,
-                                                    .share = 0.372,
-                                                    .store = 5.66};
+inline constexpr ShiftedCosts kShiftedTf32Costs = {.start = 3.25,
+                                                   .line = 5.44,
+                                                   .aligned_b = 0.274,
+                                                   .multiply = 2.14,
+                                                   .least = 972,
+                                                   .unequal = 0.54,
+                                                   .memory = 0.897,
+                                                   .handover = 2.45,
+                                                   .piece = 0.36,
+                                                   .share = 0.233,
+                                                   .store = 5.62};
+inline constexpr ShiftedCosts kShiftedSplitCosts = {.start = 2.62,
+                                                    .line = 8.73,
+                                                    .aligned_b = 0.0505,
+                                                    .multiply = 9.92,
+                                                    .least = 1630,
+                                                    .unequal = 0.948,
+                                                    .memory = 0.321,
+                                                    .handover = 1.84,
+                                                    .piece = 0.44,
+                                                    .share = 0.335,
+                                                    .store = 5.67};
 
 /// How a tile's depth is cut: into slices of `steps` steps for the blocks of `clusters` clusters.
 struct ShiftedPlan {
@@ -392,8 +392,8 @@ int shifted_clusters_that_fit() {
   });
 }
 
-/// The ways to compute a product so, with clusters of 4 and of 8, each with as many of them for a
-/// tile as should be the fastest.
+/// The ways to compute a product so, with clusters of 2, 4 and 8, each with as many of them for
+/// a tile as should be the fastest.
 struct ShiftedWays {
   Memory<float> A, B, C;
   int64_t a_stride, b_stride, c_stride;
@@ -402,6 +402,7 @@ struct ShiftedWays {
 
   template <class Tile>
   void offer(Ways& ways, SharedSums& sums) const {
+    offer<Tile>(ways, sums, 2, shifted_clusters_that_fit<Tile, 2>());
     offer<Tile>(ways, sums, 4, shifted_clusters_that_fit<Tile, 4>());
     offer<Tile>(ways, sums, 8, shifted_clusters_that_fit<Tile, 8>());
   }

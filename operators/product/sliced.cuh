@@ -12,11 +12,75 @@
 // blocks do. Then a cluster has these blocks once for each slice. For example, with 2 slices of a
 // Tile of 2 x 1 blocks ranks 0 and 1 have the first slice, and share the right factor; ranks 2 and
 // 3 have the second one. Ranks 0 and 2 have the same tile, and add up its sums.
+//
+// Or each slice leaves a product of its own in memory, and a second launch adds them up
+// (finish_slices). That pays where there are many slices: all multiprocessors add then.
 #pragma once
 
+#include <cstdint>
+
 #include "operators/product/product.cuh"
+#include "primitives/early_launch.cuh"
+#include "primitives/mma.cuh"
 
 namespace operators::product {
+
+/// Products of slices of the depth: `count` matrices (rows, cols), `apart` elements after one
+/// another, whose rows are `stride` elements apart, a multiple of 4. Their sum goes to C.
+struct SlicesToAdd {
+  const float* from;
+  int count;
+  int64_t apart, stride;
+  float* C;
+  int64_t c_stride;
+  int rows, cols;
+
+  static constexpr int kThreads = 256;
+  /// So many threads of a block add up a part of the slices each, of the same four elements.
+  __host__ __device__ int groups() const {
+    return count < 4 ? 1 : count < 8 ? 2 : count < 16 ? 4 : 8;
+  }
+  unsigned blocks() const {
+    return static_cast<unsigned>(ceil_div(rows * stride / 4, int64_t{kThreads / groups()}));
+  }
+};
+
+template <int kThreads>
+__global__ void __launch_bounds__(kThreads) finish_slices(const __grid_constant__ SlicesToAdd of) {
+#if HOPPER_CODE
+  __shared__ float4 sums[kThreads];
+  start_next_kernel();
+  wait_for_previous_kernel();
+  const int groups = of.groups(), beside = kThreads / groups;
+  const int thread = static_cast<int>(threadIdx.x), group = thread / beside;
+  const int quad = static_cast<int>(blockIdx.x) * beside + thread % beside;
+  const int across = static_cast<int>(of.stride) / 4;
+  const int row = quad / across, col = quad % across * 4;
+  float4 sum = {0, 0, 0, 0};
+  if (row < of.rows) {
+    const float* const from = of.from + row * of.stride + col;
+#pragma unroll 8
+    for (int slice = group; slice < of.count; slice += groups) {
+      add(sum, __ldcg(reinterpret_cast<const float4*>(from + slice * of.apart)));
+    }
+  }
+  sums[thread] = sum;
+  __syncthreads();
+  if (group > 0 || row >= of.rows) return;
+  for (int other = 1; other < groups; ++other) add(sum, sums[other * beside + thread]);
+  float* const to = of.C + row * of.c_stride + col;
+  const int left = of.cols - col;
+  if (of.c_stride % 4 == 0 && left >= 4) {
+    *reinterpret_cast<float4*>(to) = sum;
+  } else {
+    const float four[4] = {sum.x, sum.y, sum.z, sum.w};
+#pragma unroll
+    for (int i = 0; i < 4; ++i) {
+      if (i < left) to[i] = four[i];
+    }
+  }
+#endif
+}
 
 /// The Work of a product in slices. Whole is the Work of the same product, whose Results have
 /// finish(sum, tile, col), the epilogue of a tile. A cluster has kOfCluster of Whole's clusters

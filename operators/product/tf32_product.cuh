@@ -65,6 +65,7 @@ struct Tf32MatrixProduct {
   int64_t c_stride;
   Schedule<Tile> schedule;  ///< of C^T
   Exchange exchange;
+  int64_t apart = 0;  ///< from the product of a slice to the next; 0: there is one C
 
 #if HOPPER_CODE
   using Grid = BlockGrid<Tile::kStack, Tile::kSide>;
@@ -155,7 +156,7 @@ struct Tf32MatrixProduct {
     }
 
     __device__ void store(Sum& sum) const {
-      if (piece.begin > 0 || piece.end < work.schedule.steps) {
+      if (work.apart == 0 && (piece.begin > 0 || piece.end < work.schedule.steps)) {
         const Handover handover{work.exchange, consumer, grid.rank * Tile::kConsumers + consumer,
                                 Tile::kBlocks * Tile::kConsumers, shared.ended[consumer]};
         if (!handover.complete(sum, work.schedule.sharers(piece.tile), grid.cluster)) return;
@@ -169,7 +170,9 @@ struct Tf32MatrixProduct {
       const int col = at.row + Tile::row_of(consumer) + Tile::sum_row(0);
       const int row = at.col + first + Part::col(0), rows = work.schedule.shape.cols - row;
       const int left = work.schedule.shape.rows - col;
-      float* to = work.C + row * work.c_stride + col;
+      const int slice =
+          work.apart == 0 ? 0 : grid.cluster % (work.schedule.clusters / work.schedule.tiles);
+      float* to = work.C + slice * work.apart + row * work.c_stride + col;
       const bool even = work.c_stride % 2 == 0;
       const int odd_lane = threadIdx.x % 2;
       // Rows that are an odd number of elements apart leave 4 bytes at a time. A lane and its
@@ -247,9 +250,13 @@ class Tf32Product {
       offer<128, 1>(ways, self), offer<128, 2>(ways, self), offer<64, 1>(ways, self),
           offer<32, 1>(ways, self);
       offer<32, 1, true>(ways, self), offer<64, 1, true>(ways, self);
-      offer_slices<128, 2>(ways, self), offer_slices<128, 4>(ways, self),
-          offer_slices<64, 4>(ways, self);
+      offer_slices<128, 2>(ways, self);
       offer_slices<32, 2, true>(ways, self), offer_slices<64, 4, true>(ways, self);
+      if constexpr (kMath == Math::tf32) {
+        offer_slices<128, 4>(ways, self), offer_slices<64, 4>(ways, self);
+        offer_added<256>(ways, self), offer_added<192>(ways, self), offer_added<96>(ways, self);
+      }
+      offer_added<128>(ways, self), offer_added<64>(ways, self), offer_added<32>(ways, self);
       if (kSplit || A_.copied || B_.copied) {
         const ShiftedWays shifted = {A_.from,         B_.from,   C_,     A_.own_stride(),
                                      B_.own_stride(), c_stride_, shape_, caller_.stream};
@@ -286,8 +293,54 @@ class Tf32Product {
               of.template work<Tile>({of.transposed(), plan.clusters, plan.shares}, plan.shares));
         }};
     offer_plans(ways, sums_, facts_of_tf32<Tf32MatrixProduct<Tile>>(), transposed(),
-                estimate<Tile>(), launch,
-                std::string(A_.copied ? "; A copied" : "") + (B_.copied ? "; B copied" : ""));
+                estimate<Tile>(c_stride_), launch, copies());
+  }
+  std::string copies() const {
+    return std::string(A_.copied ? "; A copied" : "") + (B_.copied ? "; B copied" : "");
+  }
+
+  /// How far rows are apart of the products that slices leave for finish_slices.
+  int64_t stride_apart() const { return int64_t{4} * ceil_div(shape_.cols, 4); }
+
+  /// The way in slices of one cluster each, as many as should be the fastest, with finish_slices.
+  template <int kRows>
+  void offer_added(Ways& ways, const std::shared_ptr<const Tf32Product>& self) {
+    using Tile = PlainTf32Tile<kMath, kRows, 1>;
+    constexpr int kLeast = 4;  // steps of a slice
+    const WorkFacts facts = facts_of_tf32<Tf32MatrixProduct<Tile>>();
+    const int64_t tiles = facts.tile.tiles_of(transposed()), apart = shape_.rows * stride_apart();
+    const Estimate product = estimate<Tile>(stride_apart());
+    int slices = 0;
+    double microseconds = INFINITY;
+    for (int each = 2; each <= facts.capacity() / tiles; ++each) {
+      const Timetable timetable(facts.tile, transposed(), static_cast<int>(tiles * each), true);
+      if (timetable.steps < kLeast * each || timetable.shared == 0) break;
+      const double added = 4.0 * each * static_cast<double>(apart) / memory_rate();
+      const double would = product({.clusters = timetable.clusters, .rounds = 1.0 / each}) +
+                           costs().added + costs().added_bytes * added;
+      if (would < microseconds) microseconds = would, slices = each;
+    }
+    if (slices == 0) return;
+    const bool wanted = ways.offer(microseconds, facts.id(Divided::added, slices), [&] {
+      return Way{facts.name_of_tile() + "; slices: " + std::to_string(slices) +
+                     ", added up by a second launch" + copies(),
+                 microseconds, [self, slices] { self->template launch_added<Tile>(slices); },
+                 facts.shared_bytes};
+    });
+    if (wanted) sums_.needs(ways, 0, static_cast<size_t>(slices * apart));
+  }
+
+  template <class Tile>
+  void launch_added(int slices) const {
+    const int64_t tiles = Schedule<Tile>::kTile.tiles_of(transposed());
+    auto work = this->work<Tile>({transposed(), static_cast<int>(tiles * slices), true}, false);
+    const SlicesToAdd add = {sums_.partial(), slices,     shape_.rows * stride_apart(),
+                             stride_apart(),  C_,         c_stride_,
+                             shape_.rows,     shape_.cols};
+    work.C = sums_.partial(), work.c_stride = add.stride, work.apart = add.apart;
+    launch(work);
+    launch_clusters_on(caller_.stream, finish_slices<SlicesToAdd::kThreads>, 1, true, add.blocks(),
+                       SlicesToAdd::kThreads, 0, add);
   }
 
   /// The way in slices, of which a cluster has kOfCluster beside each other (SlicedProduct).
@@ -301,8 +354,8 @@ class Tf32Product {
           const Schedule<Tile> schedule(of.transposed(), plan.tiles * plan.slices, true);
           of.launch(Work{of.work(schedule, plan.clusters > 1), plan.clusters});
         }};
-    product::offer_slices(ways, sums_, facts_of_tf32<Work>(), transposed(), estimate<Tile>(),
-                          launch);
+    product::offer_slices(ways, sums_, facts_of_tf32<Work>(), transposed(),
+                          estimate<Tile>(c_stride_), launch);
   }
 
   /// The tile is one of C^T; its name says rows and columns of C.
@@ -316,34 +369,34 @@ class Tf32Product {
     return facts;
   }
 
+  static constexpr const ProductCosts& costs() { return kSplit ? kSplitTf32Costs : kTf32Costs; }
+
   /// In 3xTF32 three products read A, which has been written by the copy engine, read, and written
   /// once more as two tiles. Between two steps a consumer splits B and adds up, which counts as so
   /// many further rows.
   template <class Tile>
-  Estimate estimate() const {
+  Estimate estimate(int64_t c_stride) const {
     constexpr int kCols = Tile::BM, kRows = Tile::BN, kProducts = kSplit ? 3 : 1;
     constexpr double kBetween = kSplit ? 96 : 0;
-    constexpr TileWork kWork = {.rows = kCols,  // of C^T
-                                .cols = kRows,
-                                .stack = Tile::kStack,
-                                .side = Tile::kSide,
-                                .transposed = false,
-                                .read_once = kIsOneRow<Tile>,
-                                .consumers = Tile::kConsumers,
-                                .multiplied = (1.0 * kProducts * kRows + kBetween) * kCols,
-                                .shared_lines = 2.0 * kCols + kRows * (kSplit ? 4.0 : 1.0) +
-                                                1.0 * kProducts * Tile::kConsumers * kRows,
-                                .fetched_a = 1.0 * kRows / Tile::kStack,
-                                .fetched_b = kCols};
-    constexpr const ProductCosts& kCosts = kSplit ? kSplitTf32Costs : kTf32Costs;
+    constexpr const ProductCosts& kCosts = costs();
+    constexpr TileWork kWork = {
+        .rows = kCols,  // of C^T
+        .cols = kRows,
+        .stack = Tile::kStack,
+        .side = Tile::kSide,
+        .transposed = false,
+        .read_once = kIsOneRow<Tile>,
+        .consumers = Tile::kConsumers,
+        .multiplied = (1.0 * kProducts * kRows + kBetween) * kCols,
+        .shared_lines =
+            2.0 * kCols + kRows * (kSplit ? 4.0 : 1.0) + 1.0 * kProducts * Tile::kConsumers * kRows,
+        .fetched_a = kRows * (kCosts.sent_to_each + (1 - kCosts.sent_to_each) / Tile::kStack),
+        .fetched_b = kCols};
     double copied = 0;
     if (A_.copied) copied += 1.0 * shape_.rows * shape_.depth;
     if (B_.copied) copied += 1.0 * shape_.depth * shape_.cols;
-    return estimate_of(
-        kCosts, kWork,
-        kSplit ? step_factor(kWork, kSplitTf32Steps) : step_factor(kWork, kTf32Steps),
-        {shape_, 4, 4 * A_.stride, 4 * B_.stride, 4 * c_stride_},
-        copies_microseconds(kCosts, 4, copied));
+    return estimate_of(kCosts, kWork, 1, {shape_, 4, 4 * A_.stride, 4 * B_.stride, 4 * c_stride},
+                       copies_microseconds(kCosts, 4, copied));
   }
 
   /// `shares`: sums go through memory.

@@ -260,7 +260,7 @@ bool right_gathered(const ProductShape& shape, int slices) {
 
 /// The same in TF32 or 3xTF32, for which these numbers are exact.
 template <class Tile, int kOfCluster = 1>
-bool right_in_tf32(const ProductShape& shape, bool split, int slices = 0) {
+bool right_in_tf32(const ProductShape& shape, bool split, int slices = 0, bool added = false) {
   using Whole = Tf32MatrixProduct<Tile>;
   using Work = typename InSlices<Whole, kOfCluster>::Work;
   constexpr int kBytes = sizeof(typename Work::Shared);
@@ -282,12 +282,17 @@ bool right_in_tf32(const ProductShape& shape, bool split, int slices = 0) {
                                   : static_cast<int>(persistent(tiles, capacity));
   const Schedule<Tile> schedule(transposed, clusters, split || slices > 0);
   const Shared memory = Shared::of<Work>(clusters, tiles);
-  const Whole all{A.map(Tile::kRowsB, !Tile::kSplit),
-                  B.map(Tile::kRowsA, !Tile::kSplit),
-                  C.data,
-                  C.stride,
-                  schedule,
-                  Exchange{nullptr, memory.counts, memory.sums}};
+  Whole all{A.map(Tile::kRowsB, !Tile::kSplit),
+            B.map(Tile::kRowsA, !Tile::kSplit),
+            C.data,
+            C.stride,
+            schedule,
+            Exchange{nullptr, memory.counts, memory.sums}};
+  const Matrix<float> apart(C.rows * std::max(1, slices), C.cols);
+  const SlicesToAdd add = {apart.data,   slices, int64_t{C.rows} * apart.stride,
+                           apart.stride, C.data, C.stride,
+                           C.rows,       C.cols};
+  if (added) all.C = apart.data, all.c_stride = apart.stride, all.apart = add.apart;
   const Work work = [&] {
     if constexpr (kOfCluster > 1) {
       return Work{all, slices / kOfCluster};
@@ -298,6 +303,10 @@ bool right_in_tf32(const ProductShape& shape, bool split, int slices = 0) {
   for (int launch = 0; launch < 2; ++launch) {  // a launch leaves what the next one needs
     CUDA_CHECK(cudaMemset(C.data, 0xff, C.bytes()));
     product<Work><<<schedule.clusters * Tile::kBlocks, Tile::kThreads, kBytes>>>(work);
+    if (added) {
+      launch_clusters_on(nullptr, finish_slices<SlicesToAdd::kThreads>, 1, true, add.blocks(),
+                         SlicesToAdd::kThreads, 0, add);
+    }
   }
   CUDA_CHECK(cudaGetLastError());
   CUDA_CHECK(cudaDeviceSynchronize());
@@ -313,9 +322,9 @@ bool right_in_tf32(const ProductShape& shape, bool split, int slices = 0) {
       ok = ok && host[static_cast<size_t>(row) * C.stride + col] == sum;
     }
   }
-  std::printf("%d x %d tiles, %d aside, in %s, %s%s\n", Tile::BN, Tile::BM, Tile::kStack,
+  std::printf("%d x %d tiles, %d aside, in %s, %s%s%s\n", Tile::BN, Tile::BM, Tile::kStack,
               Tile::kSplit ? "3xTF32" : "TF32", sharing(schedule.shared, slices, kOfCluster),
-              ok ? "" : ": FAILED");
+              added ? ", added up by a second launch" : "", ok ? "" : ": FAILED");
   memory.free();
   return ok;
 }
@@ -439,11 +448,12 @@ int main(int argc, char** argv) {
   ok = right_in_tf32<OneRow<PlainTf32Tile<Math::tf32, 64, 1>>>(quarter, false, 2) && ok;
   ok = right_in_tf32<PlainTf32Tile<Math::split, 64, 1>>(quarter, false, 3) && ok;
   ok = right_in_tf32<PlainTf32Tile<Math::split, 64, 1>, 4>(quarter, false, 4) && ok;
+  ok = right_in_tf32<PlainTf32Tile<Math::tf32, 32, 1>>(quarter, false, 5, true) && ok;
   // Rows begin at any element, or at every other one; more steps than stages; and a slice of none.
   using Small = ShiftedTile<Math::tf32, 32, 128, 1, 4, 3, 1>;
   const int rows = std::min(shape.rows, 40), cols = std::min(shape.cols, 150) / 4 * 4;
   ok = right_as_they_lie<Small>({rows, cols + 1, 4 * shape.depth + 1}, 3, 4, 1) && ok;
-  ok = right_as_they_lie<Small>({rows, cols + 2, shape.depth + 3}, 0, 4, 2) && ok;
+  ok = right_as_they_lie<Small>({rows, cols + 2, shape.depth + 3}, 0, 2, 3) && ok;
   ok = right_as_they_lie<ShiftedTile<Math::split, 32, 64, 1, 2, 4, 1>>(
            {rows, cols + 4, shape.depth + 2}, 1, 4, 3) &&
        ok;
