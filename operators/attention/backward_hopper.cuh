@@ -562,7 +562,8 @@ struct BackwardHopperBlock {
         using Consumer = BackwardConsumer<Tile, kQueries>;
         constexpr int kOfQueries = kQueries / 16;
         auto& stage = reader.wait();
-        const int at = turn % 2, lap = turn / 2 % 2;
+        const int at = turn % 2;
+        [[maybe_unused]] const int lap = turn / 2 % 2;  // of dS late
         const int at_stage = reader.ring.stage, number = number_of(reader.ring);
         typename Consumer::Product P, dS;
         typename Consumer::Factor P_factor, dS_factor;
