@@ -763,7 +763,7 @@ __global__ void __launch_bounds__(128)
   const int tile0 = in.first_query(place.key_tile * kKeys) / Tile::kQueries;
   of.count = min(in.splits, (all_tiles - tile0) * in.group);  // the others have no step
   if (in.run > 0) of.count = BackwardPlace::blocks_of_run(in, place.tile, all_tiles * in.group);
-  if (of.rows <= 0 || of.cols <= 0 || in.run > 0 && of.count == 1) return;
+  if (of.rows <= 0 || of.cols <= 0 || (in.run > 0 && of.count == 1)) return;
   wait_for_previous_kernel();
   finish_parts<32>(of);
 }
