@@ -34,8 +34,10 @@ struct RowCopy {
   int rows, cols, stride;
 };
 inline constexpr int kCopyThreads = 256;
-/// A thread copies so many pieces of 8 elements at a time, kCopyThreads pieces apart.
-inline constexpr int kCopiesAtOnce = 4;
+/// A thread copies so many pieces of 8 elements at a time, kCopyThreads pieces apart. Of 4-byte
+/// elements it is one: with four, products with copies took twice the time.
+template <typename T>
+inline constexpr int kCopiesAtOnce = sizeof(T) == 2 ? 4 : 1;
 template <typename T, int kCount>
 struct RowCopies {
   RowCopy<T> of[kCount];
@@ -46,7 +48,7 @@ struct RowCopies {
     for (const RowCopy<T>& copy : of) {
       pieces = std::max(pieces, int64_t{copy.rows} * (copy.stride / 8));
     }
-    const int64_t blocks = ceil_div(pieces, int64_t{kCopyThreads} * kCopiesAtOnce);
+    const int64_t blocks = ceil_div(pieces, int64_t{kCopyThreads} * kCopiesAtOnce<T>);
     return dim3(static_cast<unsigned>(std::min<int64_t>(8192, blocks)), kCount);
   }
 };
@@ -81,12 +83,12 @@ __global__ void __launch_bounds__(kCopyThreads)
     }
     return piece / across;
   };
-  constexpr int kOfBlock = kCopyThreads * kCopiesAtOnce;
+  constexpr int kAtOnce = kCopiesAtOnce<T>, kOfBlock = kCopyThreads * kAtOnce;
   for (int64_t first = int64_t{blockIdx.x} * kOfBlock + threadIdx.x; first < pieces;
        first += int64_t{gridDim.x} * kOfBlock) {
-    alignas(16) T eight[kCopiesAtOnce][8];
+    alignas(16) T eight[kAtOnce][8];
 #pragma unroll
-    for (int i = 0; i < kCopiesAtOnce; ++i) {
+    for (int i = 0; i < kAtOnce; ++i) {
       const int64_t piece = first + i * kCopyThreads, row = row_of(piece);
       const int col = static_cast<int>(piece - row * across) * 8;
       const int left = piece < pieces ? copy.cols - col : 0;
@@ -101,7 +103,7 @@ __global__ void __launch_bounds__(kCopyThreads)
     }
     // Rows of the copy lie one behind the other.
 #pragma unroll
-    for (int i = 0; i < kCopiesAtOnce; ++i) {
+    for (int i = 0; i < kAtOnce; ++i) {
       const int64_t piece = first + i * kCopyThreads;
       if (piece >= pieces) break;
 #pragma unroll
