@@ -1,5 +1,7 @@
-// The gradients of attention on Hopper for heads of up to 128 columns: *warp specialization* and,
-// in order, *deterministic* of bonus_attention_backward.cu, for rows that lie anywhere.
+// The gradients of attention on Hopper for heads of up to 128 columns, with rows that may have gaps
+// but begin at multiples of 16 bytes. Parts of dQ are added up *in order* of the keys, which gives
+// the same bits each time (*deterministic* of bonus_attention_backward.cu), or *in any order*
+// (*warp specialization*).
 //
 // What is computed. P and dS have a row for each query and a column for each key. They are never in
 // memory as a whole:
@@ -10,11 +12,12 @@
 // D has a number for each query: the sum of d_out * out over its row. attention_row_sums has
 // computed it.
 //
-// What a block does. An *item* is 128 keys of a head of K and V, with the queries that see them.
-// There is a block for each multiprocessor, and it computes item after item. A *step* of an item is
-// a tile of queries: 128 of them if heads have up to 64 columns, else 64. The kernel for heads of
-// 65 to 96 columns multiplies 96, and that for wider ones 128. BackwardPlace says which steps an
-// item has.
+// What a block does. An *item* is 128 keys of a head of K and V, with the queries that see them, of
+// all heads of Q that use this head; or, where keys are divided, with some of these queries. There
+// is a block for each multiprocessor, and it computes item after item. A *step* of an item is a
+// tile of queries: 128 of them if heads have up to 64 columns, else 64. The kernel for heads of 65
+// to 96 columns multiplies 96, and that for wider ones 128. BackwardPlace says which steps an item
+// has.
 //
 // Who does what in a block:
 //
@@ -22,8 +25,8 @@
 //                     step. It loads log_sums and D of the step itself, and says which step it is.
 //     two consumers   a warpgroup each. A consumer computes with 64 of the item's keys, and has
 //                     their dK and dV in registers.
-//     two adders      a warp each, only in order. An adder has the copy engine add a consumer's
-//                     parts of dQ to the sums in memory.
+//     two adders      one thread each in two warps, only in order. An adder has the copy engine add
+//                     a consumer's parts of dQ to the sums in memory.
 //
 // What moves where:
 //
@@ -33,12 +36,12 @@
 //     Q, d_out    go from memory to a stage in shared memory, once for a step.
 //     P^T, dS^T   stay in the consumer's registers, where they are left factors of dV and dK. The
 //                 right factors of all products are read from shared memory.
-//     dS^T        also goes to shared memory. For dQ is summed over the keys of both consumers, and
-//                 a thread has only some of its own consumer's in registers. wgmma reads it
+//     dS^T        also goes to shared memory: dQ is summed over the keys of both consumers, and a
+//                 thread has only some numbers of its own consumer in registers. wgmma reads dS^T
 //                 transposed, as the left factor of dQ. It has two places.
 //     dQ          is added to sums in memory, as other items' keys add to it, too. In a step a
 //                 consumer computes a *part* of dQ, 64 x 64 numbers: half of the tile's queries,
-//                 or, if the tile has 64, half of the columns.
+//                 or, if the tile has 64, columns 0 to 63 or the others.
 //     dK, dV      go from registers to memory at the item's end. Four lanes exchange what they have
 //                 of four groups of eight columns, and then each stores one group, 16 bytes.
 //
@@ -47,24 +50,24 @@
 // would have little to do. So a consumer computes dQ of the step before. The other consumer has
 // left its dS^T of that step long ago, and nobody waits. While one computes exponentials, products
 // of the other one run. On an H200 this saves 7 to 9 % with 64 columns. Wider heads have half as
-// many exponentials for the same products: there it saves 2 % in any order. In order it costs 2 %,
-// so there the consumers meet.
+// many exponentials for the same products. With these a late dQ saves 2 % in any order, and costs
+// 2 % in order. So in order their dQ is not late, and the consumers meet.
 //
-// Why threads add dQ. They add four numbers by one instruction, and do not wait for it. Meanwhile
-// the products for dK run. By way of shared memory and the copy engine, as *reduce-add* does it,
-// the warps of a consumer would have to meet, which costs up to 4 % on an H200. Nobody but
-// attention_finish_parts reads the sums, so they lie in memory as they lie in registers. Of a part
-// a thread has 32 numbers, in eight groups of four. For each group the four numbers of a consumer's
-// 128 threads are neighbours in memory. If an item has all keys of a head, its part is dQ itself,
-// and the consumer stores it there.
+// Why threads add dQ, in any order. They add four numbers by one instruction, and do not wait for
+// it. Meanwhile the products for dK run. By way of shared memory and the copy engine, as
+// *reduce-add* does it, the warps of a consumer would have to meet, which costs up to 4 % on an
+// H200. Nobody but attention_finish_parts reads the sums, so they lie in memory as they lie in
+// registers. Of a part a thread has 32 numbers, in eight groups of four. For each group the four
+// numbers of a consumer's 128 threads are neighbours in memory. If an item has all keys of a
+// head, its part is dQ itself, and the consumer stores it there.
 //
 // In order, the parts of a head's keys are added up in the order of these keys. A consumer leaves
 // its part in shared memory. The adder waits until the parts of the keys before are added, and then
 // has the copy engine add this one (BackwardPlace says why nobody waits forever). The item of the
 // first keys stores its parts. So the sums need not begin as zeros.
 //
-// Few steps. A tile of 128 queries may be half empty. Then its step is computed with 64 of them,
-// which takes half as long.
+// The last tile. A tile of 128 queries may be half empty. Then its step is computed with 64 of
+// them, which takes half as long.
 //
 // Few items. If there are fewer items than multiprocessors, or a few more than fill whole rounds,
 // the steps of some tiles of keys are divided among several blocks. Each of these leaves its sums
@@ -82,7 +85,7 @@ struct BackwardHopperTile {
   static constexpr bool kInOrder = kInOrder_;
   static constexpr int kWidth = kWidth_, kKeys = 128, kQueries = kWidth == 64 ? 128 : 64;
   static constexpr int kBoxes = ceil_div(kWidth, kBoxCols), kThreads = 384;
-  // In any order there is room for three. With 64 columns two are 5 % faster on an H200.
+  // Three only with 128 columns in any order: with 64 columns two are 5 % faster on an H200.
   static constexpr int kStages = kWidth == 128 && !kInOrder ? 3 : 2;
   static constexpr int kBlocks = 1;            // that share an item
   static constexpr int kPartFloats = 64 * 64;  // of dQ: what a consumer has of a tile of queries
@@ -96,7 +99,7 @@ struct BackwardStep {
   int item, count;  // the step's item, or -1 after the last one; how many steps it has
   int key_tile;     // the item's
   int query0;       // where the tile of queries begins
-  int part, next;   // of dQ the tile has `part` and the one after it; of the next step, or -1
+  int part, next;   // the tile's first part of dQ (its second is part + 1); the next step's, or -1
 };
 
 /// The consumers' parts of dQ, in order.
@@ -140,7 +143,7 @@ template <int kWidth>
 struct KeySums {
   static constexpr int kFloats = 64 * ceil_div(kWidth, 64) * 64;
 
-  /// keys64: number of the 64 keys in all tiles that are divided.
+  /// keys64: which 64 keys, counted along all tiles that are divided.
   __device__ static int64_t place(int keys64, bool of_dV, int splits, int split) {
     return ((int64_t{keys64} * 2 + of_dV) * splits + split) * kFloats;
   }

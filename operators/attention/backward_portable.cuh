@@ -24,8 +24,8 @@ struct BackwardOperands : AttentionOperands<T> {
   int sequences;  // heads of K and V, of all batches
   int abreast;    // of these: see BackwardPlace
   int plain;      // so many tiles of keys are an item each
-  int splits;     // and the others so many items; with a run it is the most that one is
-  int run;        // or a block has so many steps of all tiles, one after the other; else 0
+  int splits;     // and the others so many items; with runs, the most blocks that share a tile
+  int run;        // so many steps a block has of all tiles, one after the other; 0: no runs
   bool whole;     // one tile has all keys: then a block's part of dQ is dQ
 
   /// The first query that sees key t.
@@ -153,10 +153,10 @@ __device__ __forceinline__ int sequence_of_block() {
 /// through `abreast` sequences at a time: through all of their first tiles, then through their
 /// second ones, and so on.
 ///
-/// With a run, the steps of all tiles are numbered, tile after tile, and a block has `run` of them
-/// in a row: often the end of a tile and the beginning of the next one. So all blocks have as much
-/// to do, and few tiles are divided into more than two. That is only without a mask and in any
-/// order: then all tiles have as many steps, and no block waits for another one.
+/// With runs, the steps of all tiles are numbered, tile after tile, and a block has `run` of them
+/// in a row: often the end of a tile and the beginning of the next one. So all blocks but the last
+/// one have equally many steps. There are runs only without a mask, where all tiles have equally
+/// many steps, and in any order, where no block waits for another one.
 ///
 /// In order, a block adds to a part of dQ after the blocks of the keys before. It waits only for
 /// items of lower numbers. If the blocks that have these have started before it, nobody waits
@@ -166,7 +166,7 @@ struct BackwardPlace {
   int key_tile, kv_head, batch, sequence;
   int tile = 0;  // its number
   int split = 0, splits = 1;
-  int first_step = 0, step_after = 0;  // of the tile's, with a run
+  int first_step = 0, step_after = 0;  // with runs: of the tile, to the one before step_after
 
   template <typename T>
   __device__ BackwardPlace(const BackwardOperands<T>& in, int of_keys, int of_sequence)
@@ -194,8 +194,8 @@ struct BackwardPlace {
     place.splits = in.splits;
     return place;
   }
-  /// The same with a run, where each tile has so many steps. An item's number is that of its tile
-  /// times `splits`, and its number among the blocks that have steps of this tile.
+  /// The same with runs, where each tile has `steps` steps. An item's number is its tile's times
+  /// in.splits, plus the block's number among those that share this tile.
   template <typename T>
   __device__ static BackwardPlace of_run(const BackwardOperands<T>& in, int item, int keys_of_tile,
                                          int steps) {
@@ -214,14 +214,15 @@ struct BackwardPlace {
 };
 
 /// A step of a block is a tile of queries of a head of Q, of the heads that share its keys. In
-/// order, the steps of a block are the first ones of those that the block of the keys before has:
-/// from the last tile on, and the heads alternate. Of `splits` shares number `split` has every
-/// splits-th step, from this number on, or none: so that holds for the shares of two tiles of keys
-/// that have the same number, too. (With a run it has all steps from a first one on.)
+/// order, a block takes its steps in the order of the block of the keys before, and may stop
+/// sooner: from the last tile on, and the heads alternate. Of `splits` shares number `split` has
+/// every splits-th step, from this number on, or none. So the order is the same for the shares of
+/// two tiles of keys that have the same number, too. (With runs it has the steps from `first` to
+/// the one before `after`.)
 template <bool kInOrder>
 struct BackwardSteps {
   int tile0, tiles, group;  // tiles from tile0 on have a query that sees a key
-  int first, by, after;
+  int first, by, after;     // the steps first, first + by, and so on, below after
 
   __device__ BackwardSteps(int tile, int all_tiles, int heads, int split = 0, int splits = 1)
       : tile0(tile),
@@ -231,7 +232,7 @@ struct BackwardSteps {
         by(splits),
         after(tiles * heads) {}
 
-  /// Only these, one after the other.
+  /// Only the steps `from` to `to` - 1.
   __device__ void take(int from, int to) { first = from, by = 1, after = to; }
 
   __device__ int count() const { return ceil_div(max(0, after - first), by); }

@@ -18,10 +18,12 @@ using primitives::device_fact, primitives::multiprocessors;
 
 /// What a block of a tile does in a step, and with its results. A line is 128 bytes.
 struct TileWork {
-  int rows, cols, stack, side;  ///< of a tile; how many tiles a cluster has below and beside others
-  bool transposed, read_once;   ///< TransposedTiles; OneRow
+  int rows, cols;              ///< of a block's tile
+  int stack, side;             ///< a cluster has `stack` tiles below and `side` beside each other
+  bool transposed, read_once;  ///< TransposedTiles; OneRow
   int consumers;
-  double multiplied;    ///< rows x columns that tensor cores multiply in a step, by one line of k
+  double multiplied;    ///< elements of C that a step multiplies, each by a line of k (in 3xTF32
+                        ///< three times)
   double shared_lines;  ///< that a step moves into shared memory and, by wgmma, out of it
   double fetched_a, fetched_b;  ///< lines that a block asks the L2 cache for in a step
   double gathering = 0;         ///< cycles in which threads copy a step's tile of a factor
@@ -29,23 +31,24 @@ struct TileWork {
 
 /// How tiles are divided among clusters.
 struct Division {
-  int clusters;               ///< at the same time
+  int clusters;               ///< that work at the same time; of a SlicedProduct, its slices
   double rounds;              ///< tiles that a cluster has; less than 1 if it has a slice of one
   double finished = 1;        ///< how many tiles' results it stores
-  double shared = 0;          ///< of the rounds, those of tiles that are shared in unequal parts
+  double shared = 0;          ///< how many of `rounds` are of tiles shared in unequal parts
   double pieces = 1;          ///< of a shared tile, that are added up through memory
   int slices_of_cluster = 1;  ///< of a tile, that a cluster adds up in its blocks (SlicedProduct)
 };
 
-/// The matrices of a product, whose rows are so many bytes apart: of A and B once they are aligned.
+/// The matrices of a product. A pitch is how many bytes the rows of a matrix are apart: those of A
+/// and B after align_rows, if that copies them.
 struct ProductMatrices {
   ProductShape shape;
   int element_bytes;
   int64_t pitch_a, pitch_b, pitch_c;
 };
 
-/// What a tile's step costs, against what its rows and columns say: a factor that is left after the
-/// fit, and that we cannot explain. A tile that is not in the table costs as much as they say.
+/// The measured time of a tile's step over the estimated one: what the fit leaves, and we cannot
+/// explain. It is 1 for tiles that are not in the table.
 struct StepFactor {
   int rows, cols;
   bool transposed;
@@ -56,40 +59,44 @@ struct StepFactor {
 /// Costs of products with elements of one type. Cycles are those of a multiprocessor.
 struct ProductCosts {
   double start = 0;         ///< microseconds until the first data and after the last
-  double multiply = 0;      ///< cycles for 32 rows x columns of a step
+  double multiply = 0;      ///< cycles for 32 elements of a tile, in a step
   double between = 0;       ///< cycles between two steps
-  double shared_bytes = 0;  ///< of a cycle: shared memory moves them
-  double l2_bytes = 0;      ///< the same: the L2 cache delivers them, if all blocks ask
-  double sent_to_each = 0;  ///< of a line that blocks share: the part that loads the L2 cache as
-                            ///< often as there are blocks
-  double least_asking = 0;  ///< the part of the L2 cache's load that few blocks have
+  double shared_bytes = 0;  ///< that shared memory moves in a cycle
+  double l2_bytes = 0;  ///< that the L2 cache delivers to a multiprocessor in a cycle, if all ask
+  double sent_to_each = 0;  ///< the part of a shared line's cost that multicast does not save
+  double least_asking =
+      0;  ///< blocks / multiprocessors scales the L2 cache's time: its least value
   double least_cycles = 0;  ///< of a step
-  double off_line = 0;      ///< a fetched line, if rows begin inside a line
+  double off_line = 0;      ///< factor of a fetched line's cost, if rows begin inside a line
   double off_sector = 0;    ///< the same, if they begin inside a sector of 32 bytes
   double store = 0, store_alone = 0;  ///< cycles for an element; for one of a consumer
-  double narrow = 0, narrowest = 0;   ///< the same where rows of C are not aligned; and odd
+  double narrow = 0, narrowest = 0;   ///< cycles more for one of a consumer: where rows of C are no
+                                      ///< multiples of 16 bytes long; of an odd number of elements
   double narrow_transposed = 0;       ///< cycles for an element more, if the tile is transposed
   double tile = 0;                    ///< cycles between two tiles
   double tile_shared = 0;  ///< the same more, in a cluster whose blocks share what they copy
   double burst = 0;  ///< cycles for (elements of a tile)^2 / 2^15: all blocks store at the same
                      ///< time, and larger tiles leave fewer pauses
-  double narrow_burst = 0;                       ///< the same more, where rows of C are not aligned
-  double read = 0, write = 0, write_narrow = 0;  ///< of a byte's time at the memory's rate
-  double handover = 0;                           ///< microseconds of a shared tile
-  double piece = 0, piece_element = 0;           ///< of each piece; and of each element of a thread
-  double partial = 0;        ///< microseconds for 2^10 elements of each multiprocessor
-  double shared_steps = 0;   ///< of a step, where clusters are at different places along k
-  double shared_reads = 0;   ///< of what these clusters fetch, how much comes from memory
-  double spilled_reads = 0;  ///< the same, of the part of A and B that the L2 cache does not hold
+  double narrow_burst = 0;  ///< the same more, where rows of C are not aligned
+  double read = 0, write = 0,
+         write_narrow = 0;              ///< factors of a byte's time at memory_rate(): of A
+                                        ///< and B; of C; of C more, where not aligned
+  double handover = 0;                  ///< microseconds of a shared tile
+  double piece = 0, piece_element = 0;  ///< microseconds of each piece; and for each element of a
+                                        ///< thread
+  double partial = 0;                   ///< microseconds for 2^10 elements of each multiprocessor
+  double shared_steps = 0;   ///< factor of a step, where clusters are at different places along k
+  double shared_reads = 0;   ///< of what these clusters fetch, the part that comes from memory
+  double spilled_reads = 0;  ///< the same more, times the part of A and B that L2 does not hold
   double in_cluster = 0;     ///< microseconds for each doubling of slices of a cluster
-  double sent = 0;           ///< of each element that a thread sends to the cluster's other slices
+  double sent = 0;           ///< microseconds for each element that a thread sends to other slices
   double pair = 0, four = 0, eight = 0;  ///< microseconds until a cluster of so many blocks has met
-  double copies = 0, copy = 0;  ///< microseconds of align_rows; and of a copied byte's time
+  double copies = 0, copy = 0;  ///< microseconds of align_rows; and factor of its bytes' time
   double gather = 0;            ///< microseconds more where threads copy a factor (GatheredProduct)
   double gather_four = 0, gather_eight = 0;  ///< cycles for a line of it, by so many bytes a thread
   double once = 0;                           ///< microseconds that OneRow saves
-  double added = 0,
-         added_bytes = 0;  ///< microseconds of finish_slices; and of a byte that it reads
+  double added = 0, added_bytes = 0;  ///< microseconds of finish_slices; and factor of its bytes'
+                                      ///< time
 };
 
 /// Of products in 2-byte elements.

@@ -2,19 +2,20 @@
 // something to do.
 //
 // Clusters that share a tile leave their sums in memory, and the last one adds alone (Handover).
-// The more there are, the longer the others are idle. So here the blocks of a cluster have slices:
-// 2 or 4 of them, one after another along k. They start together, so they may wait for each other.
-// When all have multiplied, each sends every other one its columns of the sum, through shared
-// memory. Each adds up a part of the columns, and runs the epilogue for it. Where that is not
-// enough, several such clusters leave what they have in memory.
+// The more clusters share a tile, the longer the others are idle. So here each block of a cluster
+// has a slice of the same tile: 2, 4 or 8 slices, one after another along k. The blocks start
+// together, so they may wait for each other. Each block finishes an equal part of the tile's
+// columns: the others send it their sums of these columns, through shared memory, and it adds them
+// up and runs the epilogue. If one cluster for each tile leaves multiprocessors idle, several
+// clusters share a tile, and leave their sums in memory.
 //
 // Blocks that have the same slice may also share what they copy, as those of a Tile with several
 // blocks do. Then a cluster has these blocks once for each slice. For example, with 2 slices of a
 // Tile of 2 x 1 blocks ranks 0 and 1 have the first slice, and share the right factor; ranks 2 and
 // 3 have the second one. Ranks 0 and 2 have the same tile, and add up its sums.
 //
-// Or each slice leaves a product of its own in memory, and a second launch adds them up
-// (finish_slices). That pays where there are many slices: all multiprocessors add then.
+// Or each slice writes a whole matrix of fp32 to memory, and a second launch, finish_slices, adds
+// up these matrices. That pays where there are many slices, since all multiprocessors add.
 #pragma once
 
 #include <cstdint>
@@ -25,8 +26,10 @@
 
 namespace operators::product {
 
-/// Products of slices of the depth: `count` matrices (rows, cols), `apart` elements after one
-/// another, whose rows are `stride` elements apart, a multiple of 4. Their sum goes to C.
+/// `count` row-major fp32 matrices (rows, cols), one for each slice of k. Matrix i begins at
+/// from + i * apart, and its rows are `stride` elements apart. `apart` and `stride` are multiples
+/// of 4, and the addresses `from` and C of 16 bytes. C (rows, cols), whose rows are c_stride
+/// elements apart, becomes their sum.
 struct SlicesToAdd {
   const float* from;
   int count;
@@ -36,15 +39,18 @@ struct SlicesToAdd {
   int rows, cols;
 
   static constexpr int kThreads = 256;
-  /// So many threads of a block add up a part of the slices each, of the same four elements.
+  /// So many threads of a block add up the same four neighbours of a row. Each takes every
+  /// groups()-th slice, and one of them adds up their sums, in a fixed order.
   __host__ __device__ int groups() const {
     return count < 4 ? 1 : count < 8 ? 2 : count < 16 ? 4 : 8;
   }
+  /// Of the launch, with kThreads threads each.
   unsigned blocks() const {
     return static_cast<unsigned>(ceil_div(rows * stride / 4, int64_t{kThreads / groups()}));
   }
 };
 
+/// C = the sum of all slices. It is launched early, and waits for the product that leaves them.
 template <int kThreads>
 __global__ void __launch_bounds__(kThreads) finish_slices(const __grid_constant__ SlicesToAdd of) {
 #if HOPPER_CODE

@@ -1,12 +1,13 @@
-// C = A B in fp16 or bf16 on Hopper where rows of one factor are not aligned to 16 bytes: threads
-// copy that factor from where it lies. The copy engine cannot follow such rows, and to copy them
-// into others, which it can follow, moves each element three times: where the other factor has few
-// rows or columns that takes longer than the product.
+// C = A B in fp16 or bf16 on Hopper where the rows of one factor are not aligned to 16 bytes, but
+// begin at even elements. The copy engine cannot fetch such rows. To copy them into aligned rows
+// first would read each element, write it, and read it again. Where the other factor has few rows
+// or columns, that takes longer than the product. So here threads fetch this factor.
 //
-// Rows that begin at even elements are aligned to 4 bytes, and cp.async copies so many, or 8 where
-// it can. The three warps beside the thread that orders copies put the factor's elements where the
-// copy engine would. So the tiles, and all that comes after a stage, are those of product.cuh. A
-// warp starts the copies of some steps, and only then waits for those of the first one.
+// Rows that begin at even elements are aligned to 4 bytes. cp.async copies 4 bytes at a time, or 8
+// where rows begin at multiples of 8 bytes. The thread that orders the copy engine's copies has a
+// warp, and the other three warps of its warpgroup are helpers: they put the factor's elements
+// where the copy engine would. So the tiles, and what consumers do with a full stage, are those of
+// product.cuh. A helper has the copies of up to 6 steps under way before it waits for the oldest.
 #pragma once
 
 #include <cstdint>
@@ -19,7 +20,8 @@ namespace operators::product {
 /// Which factor threads copy.
 enum class Gathers { left, right };
 
-/// Base, a Tile of one block, whose other factor the copy engine copies.
+/// The tile Base, for clusters of one block. Threads copy factor kOf, and the copy engine the other
+/// one.
 template <class Base, Gathers kOf>
 struct GatheredTile : Base {
   static_assert(Base::kBlocks == 1);
@@ -42,8 +44,9 @@ struct GatheredTile : Base {
 #endif
 };
 
-/// A matrix (rows x cols), whose rows are `stride` elements apart, an even number, and which begins
-/// at a multiple of 4 bytes.
+/// A row-major matrix (rows, cols) of 2-byte elements, which begins at a multiple of 4 bytes. Its
+/// rows are `stride` elements apart. `cols` and `stride` are even; they are multiples of 4 where
+/// pieces of 8 bytes are copied.
 template <typename T>
 struct GatheredRows {
   const T* data;
@@ -55,9 +58,9 @@ struct GatheredRows {
   }
 };
 
-/// How long such a product should take: see tile_estimate(). stride: how many elements the rows of
-/// the factor that threads copy are apart. A row of a tile costs as much as its lines and, since it
-/// begins anywhere in a line, 0.7 of a line more.
+/// Estimates such a product's microseconds: see tile_estimate(). Strides are in elements: of the
+/// factor that threads copy, of the other one, whose rows are aligned, and of C. `more`: further
+/// microseconds. A row of a tile begins anywhere in a line: that costs 0.7 of a line more (fitted).
 template <class Tile>
 Estimate gathered_estimate(const ProductShape& shape, int64_t stride, int64_t stride_other,
                            int64_t stride_c, double more) {
@@ -73,7 +76,7 @@ Estimate gathered_estimate(const ProductShape& shape, int64_t stride, int64_t st
       kHalfCosts.gather + more);
 }
 
-/// The Work of such a product.
+/// The Work of such a product. kGrids: how many slices of a tile a cluster has (SlicedProduct).
 template <class Tile_, class Epilogue, int kGrids = 1>
 struct GatheredProduct : MatrixProduct<Tile_, Epilogue, kGrids> {
   using Whole = MatrixProduct<Tile_, Epilogue, kGrids>;
@@ -91,7 +94,7 @@ struct GatheredProduct : MatrixProduct<Tile_, Epilogue, kGrids> {
 #if HOPPER_CODE
   using Grid = typename Whole::Grid;
 
-  /// In the same order as the helpers'.
+  /// The copy engine fills stages one after the other (`true`), as the helpers do, and not in turn.
   class Copies : public Whole::Copies {
    public:
     __device__ Copies(const GatheredProduct& of, const Grid& blocks)
@@ -99,7 +102,8 @@ struct GatheredProduct : MatrixProduct<Tile_, Epilogue, kGrids> {
   };
 
   /// What the helpers do. The copies of kAhead steps are under way while those of the next one are
-  /// started. (A consumer gives a stage back when it has the next one, so one more must be free.)
+  /// started. (A consumer keeps a stage until the next one is full. So helpers may hold kStages - 1
+  /// stages: kAhead whose copies are under way, and the one whose copies they start.)
   __device__ void help(Shared& shared, const Grid& grid) const {
     constexpr int kAhead = Shared::kStages < 8 ? Shared::kStages - 2 : 6;
     static_assert(kAhead > 0);
@@ -147,8 +151,9 @@ struct GatheredProduct : MatrixProduct<Tile_, Epilogue, kGrids> {
          : gather_by<2, kBoxes, kRows>(boxes, row, col);
   }
   /// kWidth elements a thread. A warp has 8 rows of a box at a time, one or two of them with each
-  /// instruction. Piece p of row r lies at p ^ r, as swizzled() says: with the address of row 0 in
-  /// bytes, which is a multiple of 1024 and 16 p, that is an exclusive or with 128 r + 16 r.
+  /// instruction. Piece p (16 bytes) of row r lies at piece p ^ r of this row, as swizzled() says.
+  /// The address of piece p of row 0 is a multiple of 1024, plus 16 p. So an exclusive or with
+  /// 128 r + 16 r makes it the address of piece p of row r.
   template <int kWidth, int kBoxes, int kRows, class BoxType>
   __device__ void gather_by(BoxType* boxes, int row, int col) const {
     constexpr int kAcross = kBoxCols / kWidth, kDown = 32 / kAcross, kEights = kRows / 8;

@@ -86,11 +86,12 @@ __global__ void __launch_bounds__(kPiecesOfBlock* kRowsOfBlock)
 template <int kBytes>
 inline constexpr int kRowsAhead = kBytes == 16 ? 4 : 8;
 
-/// Of each slice of the rows the sums of the columns: to (slices, cols / folds). A thread has
-/// kWidth neighbouring columns of every kRows-th row, and loads kRowsAhead of these rows before it
-/// adds the first: without that a load waits for the sum before it. One thread adds up what all
-/// those of its columns have found, always in the same order. Each row of `of` is `folds` short
-/// rows one after the other: then all of them are in one block.
+/// Sums up columns in fp32: to (slices, cols / folds). The rows are dealt out to the slices, kRows
+/// at a time. A thread has kWidth neighbouring columns of one of these kRows rows,
+/// and loads kRowsAhead of its rows before it adds the first: without that a load waits for the sum
+/// before it. Of the kRows threads with the same columns, the first one adds up what all have
+/// found, always in the same order. Each row of `of` is `folds` short rows one after the other:
+/// then all of them are in one block.
 template <typename From, typename To, int kWidth, int kRows>
 __global__ void __launch_bounds__(kPiecesOfBlock* kRows, 1024 / (kPiecesOfBlock * kRows))
     sum_rows(const RowsOf<const From> of, int folds, To* to) {
@@ -161,8 +162,8 @@ RowSlices slices_to_sum(int64_t rows, int64_t cols) {
   return found;
 }
 
-/// How many rows that follow each other launch_sum_rows() takes for one, of those that are so short
-/// that a block would have no work for most of its threads.
+/// How many short rows that follow each other without a gap launch_sum_rows() counts as one row, so
+/// that most threads of a block have work.
 template <int kWidth>
 int folds_to_sum(int64_t rows, int64_t cols) {
   int folds = 1;
@@ -175,7 +176,7 @@ template <typename T>
 size_t floats_to_sum_rows(int64_t rows, int64_t cols) {
   return slices_to_sum<16 / sizeof(T)>(rows, cols).slices * static_cast<size_t>(cols);
 }
-/// to (cols) = the sums of all rows, added up in fp32.
+/// to (cols) = the sums of all rows, added up in fp32. `partial` has floats_to_sum_rows() floats.
 template <typename T>
 void launch_sum_rows(const RowsOf<const T>& from, float* partial, T* to, cudaStream_t stream) {
   constexpr int kWidth = 16 / sizeof(T);

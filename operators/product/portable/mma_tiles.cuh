@@ -4,15 +4,15 @@
 // (tf32_tiles.cuh has the tiles and fragments of products in TF32.)
 //
 // Beyond the lesson:
-//   - Rows and columns outside are neither read nor stored. So shapes are what they are, as long as
-//     rows begin at multiples of 16 bytes.
+//   - Any shape works, if rows begin at multiples of 16 bytes. Rows outside of the matrices are not
+//     read, and nothing outside is stored. What shares 16 bytes with the end of a row may be read.
 //   - A block goes on from tile to tile: while it multiplies the last steps of one, and stores its
 //     results, the first steps of the next one are on their way.
-//   - A step's copies ask for whole pieces of 16 bytes, or for zeros. A piece that has fewer can
-//     only be in the last step, and is started apart. To compute how much of each piece there is
-//     took a tenth of the time.
+//   - In all steps but the last one whole pieces of 16 bytes are copied, even where a row ends
+//     inside a piece. Only in the last step such a piece is copied in part, apart from the others.
+//     To compute in each step how much of each piece there is took a tenth of the time.
 //   - Where there are few tiles, several blocks share one and take a part of the depth each
-//     (a slice). Whoever is the last adds up, always in the same order, and nobody waits.
+//     (a slice). The block that ends last adds up, always in the same order, and nobody waits.
 #pragma once
 
 #include <algorithm>
@@ -27,8 +27,8 @@ namespace operators::product {
 
 using namespace primitives;
 
-/// A block has BM x BN sums, its warps kWarpsM x kWarpsN of them; a step takes BK of the depth. So
-/// many blocks are to fit on a multiprocessor. Elements have kBytes bytes.
+/// A block has BM x BN sums. Its kWarpsM x kWarpsN warps have WM x WN of them each. A step takes BK
+/// of the depth. kResident blocks are to fit on a multiprocessor. Elements have kBytes bytes.
 template <int kBM, int kBN, int kBK, int kRowsOfWarps, int kColsOfWarps, int kStagesAhead,
           int kBlocks, int kBytesOfElement = 2>
 struct MmaTile {
@@ -39,7 +39,7 @@ struct MmaTile {
   static constexpr int kTileA = BM * BK, kStage = kTileA + BK * BN;     // elements
   static constexpr int kBytes = kBytesOfElement, kPiece = 16 / kBytes;  // elements of 16 bytes
   static constexpr int kSharedBytes = kBytes * kStages * kStage;
-  static constexpr int kProducts = 1;  // of mma.sync, for each of two elements
+  static constexpr int kProducts = 1;  // how many mma.sync a product of two fragments takes
   static constexpr int kSumRows = WM / 16, kSumCols = WN / 8;  // of 16 x 8
   static constexpr int kQuads = kSumRows * kSumCols;           // float4 of a thread's sums
   // In so many parts a step's copies are started. More parts keep the tensor cores busier, but each

@@ -1,12 +1,12 @@
-// Products of fp32 matrices in TF32 by the pipeline of mma_tiles.cuh: tiles, a warp's fragments,
-// and where its sums go. A piece of 16 bytes is four floats, so a step of 32 floats is what 64
-// numbers of 16 bits are there, and mma.sync takes 8 of the depth where it takes 16 there.
+// Tiles and a warp's fragments for products of floats, in TF32 or 3xTF32, by the pipeline of
+// mma_tiles.cuh. A step has 32 of k, where one of 16-bit numbers has 64, and one mma.sync takes 8
+// of k, where it takes 16 of these. 16 bytes are four floats.
 //
-// ldmatrix loads a factor in which neighbours along the depth lie beside each other. But it cannot
-// transpose floats, and B has neighbours along a row of the result. What mma.sync wants of its left
-// factor are four registers: two rows of the result, twice. Which rows these are is up to us. So
-// the product is transposed, C^T = B^T A^T, the two rows are neighbouring columns of C, and a
-// thread loads them as 8 bytes.
+// ldmatrix loads a factor in which neighbours along k lie beside each other. But it cannot
+// transpose floats, and in a row-major B the elements beside each other are neighbouring columns of
+// C. So we compute C^T = B^T A^T, where B is the left factor. Of a left factor a thread holds two
+// rows for each of two k. We may choose which two rows these are: here two neighbouring columns of
+// C. So a thread loads two elements of B by one load of 8 bytes.
 #pragma once
 
 #include <cstdint>
@@ -16,8 +16,8 @@
 
 namespace operators::product {
 
-/// How a factor lies in memory: neighbours beside each other are those along the depth (k), or
-/// those of the result's rows or columns.
+/// What follows an element of a factor in memory: the next one along k, or that of the next row (of
+/// A) or column (of B) of C.
 enum class Beside { k, results };
 
 /// What is multiplied: elements, which are in TF32; elements that are rounded to TF32; or two
@@ -27,7 +27,8 @@ enum class Takes { tf32, rounded, split };
 template <class Tile>
 class Tf32Fragments;
 
-/// A tile of the pipeline.
+/// A tile of kBM rows and kBN columns of C. But a warp's sums are those of C^T: kSumRows counts 16
+/// columns of C, and kSumCols 8 rows of C.
 template <int kBM, int kBN, int kRowsOfWarps, int kColsOfWarps, int kStagesAhead, int kBlocks,
           Takes kWhat, Beside kBesideA = Beside::k, Beside kBesideB = Beside::results>
 struct Tf32MmaTile : MmaTile<kBM, kBN, 32, kRowsOfWarps, kColsOfWarps, kStagesAhead, kBlocks, 4> {
@@ -37,16 +38,17 @@ struct Tf32MmaTile : MmaTile<kBM, kBN, 32, kRowsOfWarps, kColsOfWarps, kStagesAh
   static constexpr int kProducts = kTakes == Takes::split ? 3 : 1;
   static constexpr int kSumRows = kBN / kColsOfWarps / 16, kSumCols = kBM / kRowsOfWarps / 8;
 
-  /// Where an element of a factor lies, in floats. A line of a tile is one of the result, 32 of the
-  /// depth long, or one of the depth. Of A a warp reads a piece of eight lines of the result at
-  /// once, and of B of every second line of 16. Of lines of the depth it reads eight floats of four
-  /// lines at once.
+  /// The place of an element in its tile, in floats. A row of the tile in memory has 32 of k
+  /// (Beside::k), or all elements of one k. The exclusive or keeps loads free of bank conflicts.
+  /// With Beside::k, ldmatrix reads 16 bytes of eight rows at once: of A's tile rows that follow
+  /// each other, of B's every second one of 16. Else a warp reads eight floats of each of four k.
   __device__ static int place_a(int row, int k) {
     return kA == Beside::k ? row * 32 + (k ^ 4 * (row % 8)) : k * kBM + (row ^ 8 * (k % 4));
   }
   __device__ static int place_b(int k, int col) {
     return kB == Beside::k ? col * 32 + (k ^ 4 * (col / 2 % 8)) : k * kBN + (col ^ 8 * (k % 4));
   }
+  /// See MmaTile.
   __device__ static int turned(int place, int rows) { return place ^ 8 * (rows % 4); }
 };
 
@@ -56,8 +58,8 @@ class Tf32Fragments {
  public:
   static constexpr int kDepth = 8, kRows = Tile::kSumRows;
 
-  /// Loads those of k, of this depth in a stage, that belong to 16 columns of C, number i: of B
-  /// these, and of A an equal share.
+  /// Loads the fragments for 8 of k, from `k` on: of B those of columns 16 i to 16 i + 15 of the
+  /// warp, and of A share number i of kRows equal ones.
   template <int kBuffer>
   __device__ __forceinline__ void load(int i, const float* stage, int k) {
     if constexpr (Tile::kB == Beside::k) {
@@ -87,7 +89,8 @@ class Tf32Fragments {
     }
   }
 
-  /// What multiply() finds rounded.
+  /// Rounds all but the last share of buffer 0. (multiply() rounds each share one call before it is
+  /// used.)
   __device__ __forceinline__ void begin() {
     if constexpr (Tile::kTakes == Takes::rounded) {
 #pragma unroll
@@ -95,14 +98,14 @@ class Tf32Fragments {
     }
   }
 
-  /// Multiplies 16 columns of C, along rows and back along the next ones: at each turn A's
-  /// fragments stay.
+  /// Multiplies 16 columns of C by all rows of the warp: forwards if i is even, else backwards. So
+  /// where one call ends and the next one begins, both use the same fragment of A.
   template <int kBuffer, class Sum>
   __device__ __forceinline__ void multiply(int i, Sum& sum) {
     if constexpr (Tile::kTakes == Takes::split) {
       multiply_split(i, a[kBuffer], b[kBuffer][i]);
     } else {
-      // What was loaded before the products before these is rounded now, since it has come.
+      // Rounds what was loaded before the previous multiply(): it has arrived by now.
       if constexpr (Tile::kTakes == Takes::rounded) {
         constexpr int kOther = 1 - kBuffer;
         i > 0 ? round_part<kOther>(i - 1) : round_part<kBuffer>(kRows - 1);
@@ -150,9 +153,8 @@ class Tf32Fragments {
     for (unsigned& e : fragment) e = to_tf32(__uint_as_float(e));
   }
 
-  /// An infinity of B must not be multiplied by what A's elements lack, which may be 0: infinity
-  /// times 0 is NaN. So there it has 0 in its place. (With an infinity of A the whole row is NaN
-  /// either way.)
+  /// `right` is of A, and `left` of B. An infinity of B times a_low, which may be 0, would be NaN.
+  /// So for this product it is replaced by 0. (An infinity of A may still make its row of C NaN.)
   __device__ __forceinline__ void multiply_split(int i, unsigned (&right)[kCols][4],
                                                  const unsigned (&left)[4]) {
     if (i == 0) {
@@ -193,8 +195,8 @@ class Tf32Fragments {
   float of_step[kSplit ? kRows : 1][2 * kCols][4] = {};  // sums
 };
 
-/// Calls visit(row, col, pair) for a thread's sums of such a tile: pairs of neighbours in a row of
-/// C, of which the warp's sums begin at (row0, col0).
+/// Calls visit(row, col, pair) for a thread's sums of such a tile, which are pairs of neighbours in
+/// a row of C. The warp's sums begin at (row0, col0) of C.
 template <int kRows16, int kCols8, typename Visit>
 __device__ __forceinline__ void for_tf32_pairs(const float (&sum)[kRows16][kCols8][4], int row0,
                                                int col0, Visit visit) {
@@ -212,7 +214,7 @@ __device__ __forceinline__ void for_tf32_pairs(const float (&sum)[kRows16][kCols
   }
 }
 
-/// The epilogue that stores the sums. Rows of C are c_stride apart.
+/// The epilogue that stores the sums in C (rows, cols), whose rows are c_stride floats apart.
 struct Tf32Store {
   float* C;
   int64_t c_stride;
