@@ -130,6 +130,26 @@ const char* sharing(int shared, int slices, int of_cluster) {
                         : "whole";
 }
 
+/// Whether C, dense, is the product of two Matrix<T>, by elements of every row and column. (All
+/// elements would take longer than the product.)
+template <typename T>
+bool right_elements(const T* C, const ProductShape& shape) {
+  std::vector<T> host(static_cast<size_t>(shape.rows) * shape.cols);
+  CUDA_CHECK(cudaMemcpy(host.data(), C, host.size() * sizeof(T), cudaMemcpyDeviceToHost));
+  bool ok = true;
+  for (int row = 0; row < shape.rows; ++row) {
+    for (int col = row % 16; col < shape.cols; col += 16) {
+      double sum = 0;
+      for (int k = 0; k < shape.depth; ++k)
+        sum += Matrix<T>::number(row, k) * Matrix<T>::number(k, col);
+      const double found = static_cast<float>(host[static_cast<size_t>(row) * shape.cols + col]);
+      // Written so that a NaN is never right. Sums up to 2048 are exact in fp16, to 256 in bf16.
+      ok = ok && std::fabs(found - sum) <= std::fabs(sum) / (std::is_same_v<T, half> ? 1024 : 128);
+    }
+  }
+  return ok;
+}
+
 /// Multiplies with one kind of tile; returns whether the result is right. slices: into how many k
 /// is cut, at most.
 template <class Tile, int kOfCluster = 1>
@@ -169,26 +189,13 @@ bool right(const ProductShape& shape, bool split, bool in_step, int slices = 0) 
       return all;
     }
   }();
-  std::vector<T> host(count);
   bool ok = true;
   for (int launch = 0; launch < 2; ++launch) {  // a launch leaves what the next one needs
     CUDA_CHECK(cudaMemset(C, 0xff, count * sizeof(T)));
     product<Work><<<clusters * Tile::kBlocks, Tile::kThreads, kBytes>>>(work);
     CUDA_CHECK(cudaGetLastError());
     CUDA_CHECK(cudaDeviceSynchronize());
-    CUDA_CHECK(cudaMemcpy(host.data(), C, count * sizeof(T), cudaMemcpyDeviceToHost));
-    // Every row and column, but not every element: that would take longer than the product.
-    for (int row = 0; row < shape.rows; ++row) {
-      for (int col = row % 16; col < shape.cols; col += 16) {
-        double sum = 0;
-        for (int k = 0; k < shape.depth; ++k)
-          sum += Matrix<T>::number(row, k) * Matrix<T>::number(k, col);
-        const double found = static_cast<float>(host[static_cast<size_t>(row) * shape.cols + col]);
-        // Written so that a NaN is never right. Sums up to 2048 are exact in fp16, to 256 in bf16.
-        ok =
-            ok && std::fabs(found - sum) <= std::fabs(sum) / (std::is_same_v<T, half> ? 1024 : 128);
-      }
-    }
+    ok = ok && right_elements(C, shape);
   }
   std::printf("%d x %d tiles, %d stacked, %d aside, %s%s%s\n", Tile::BM, Tile::BN, Tile::kStack,
               Tile::kSide, sharing(schedule.shared, slices, kOfCluster), in_step ? ", in step" : "",
@@ -239,18 +246,7 @@ bool right_gathered(const ProductShape& shape, int slices) {
     CUDA_CHECK(cudaMemset(C.data, 0xff, C.bytes()));
     launch_product(work, RowCopies<T, 2>{}, nullptr);
     CUDA_CHECK(cudaDeviceSynchronize());
-    std::vector<T> host(C.bytes() / sizeof(T));
-    CUDA_CHECK(cudaMemcpy(host.data(), C.data, C.bytes(), cudaMemcpyDeviceToHost));
-    for (int row = 0; row < shape.rows; ++row) {
-      for (int col = row % 16; col < shape.cols; col += 16) {
-        double sum = 0;
-        for (int k = 0; k < shape.depth; ++k)
-          sum += Matrix<T>::number(row, k) * Matrix<T>::number(k, col);
-        const double found = static_cast<float>(host[static_cast<size_t>(row) * shape.cols + col]);
-        ok =
-            ok && std::fabs(found - sum) <= std::fabs(sum) / (std::is_same_v<T, half> ? 1024 : 128);
-      }
-    }
+    ok = ok && right_elements(C.data, shape);
   }
   std::printf("%d x %d tiles, %s by threads, %s%s\n", Tile::BM, Tile::BN, Tile::kLeft ? "A" : "B",
               sharing(all.schedule.shared, slices, kOfCluster), ok ? "" : ": FAILED");
