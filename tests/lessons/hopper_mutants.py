@@ -43,7 +43,9 @@ KERNEL = "operators/product/product.cuh"  # judged with hopper_product
 HEADERS = {
     PRODUCT: (*SHARED, KERNEL, "operators/product/plan.cuh", "operators/product/sliced.cuh",
               "operators/product/tf32.cuh", "operators/product/split_tf32.cuh",
-              "operators/product/portable/fp32_tiles.cuh", "operators/product/portable/tf32.cuh",
+              "operators/product/store_sums.cuh", "operators/product/portable/fp32_tiles.cuh",
+              "operators/product/portable/half.cuh",
+              "operators/product/portable/tf32_tiles.cuh", "operators/product/portable/tf32.cuh",
               "operators/product/tf32_product.cuh", "operators/product/shifted.cuh",
               "operators/product/layouts/gathered.cuh"),
     "operators_gating": ("operators/gating/rows.cuh", "operators/gating/resident.cuh", "operators/gating/portable.cuh",
