@@ -236,9 +236,6 @@ class Tf32Product {
                                           shape_,
                                           caller_.stream};
     portable.offer(ways);
-    if (!is_hopper()) {
-      offer_tf32_tiles<kMath>(ways, sums_, caller_, A_, B_, C_, c_stride_, shape_);
-    }
     if (is_hopper()) {
       const auto self = std::make_shared<const Tf32Product>(*this);
       // Rows of C, and how many tiles of 128 columns a cluster has.
@@ -266,6 +263,8 @@ class Tf32Product {
           shifted.offer<ShiftedTile<kMath, 128, 96, 2, 3, 3, 2>>(ways, sums_);
         }
       }
+    } else {
+      offer_tf32_tiles<kMath>(ways, sums_, caller_, A_, B_, C_, c_stride_, shape_);
     }
     sums_.allocate(caller_.workspace);
     return ways.found();
