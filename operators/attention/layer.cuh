@@ -1,6 +1,6 @@
 // Attention for any shape: the ways to compute it, of which the fastest depends on the shape.
 //   - On Hopper, where rows are aligned to 16 bytes: operators/attention/hopper.cuh, with a size of
-//     tile for widths up to 64, 128 and 256. Else operators/attention/portable.cuh.
+//     tile for widths up to 64, 128, 192 and 256. Else operators/attention/portable.cuh.
 //   - Few queries, of several heads that share keys: these heads are rows of one tile.
 //   - Few tiles of rows: the keys are divided among blocks as well, and another kernel puts the
 //     parts together.
@@ -396,12 +396,17 @@ class Attention : AttentionLaunches<T> {
       }
       add_portable_ways<128>();
     } else {
-      if (hopper) {
+      if (hopper && shape_.width <= 192) {
+        add_tiles<192, 2, 80, 4, 2, true, false>();
+        add_tiles<192, 2, 64, 5, 2, false, false>();
+        add_tiles<192, 1, 96, 4, 2, false, false>();
+        add_tiles<192, 2, 96, 3, 2, true, true>();
+      } else if (hopper) {
         add_tiles<256, 2, 64, 3, 2, false, false>();
         add_tiles<256, 2, 64, 3, 2, false, true>();
         add_tiles<256, 1, 64, 5, 2, false, false>();
-        add_tiles<256, 1, 64, 5, 2, false, true>();
       }
+      if (hopper) add_tiles<256, 1, 64, 5, 2, false, true>();
       add_portable_ways<256>();
     }
     if (part_rows_ > 0) {
