@@ -14,9 +14,9 @@
 
 namespace operators::gradients {
 
-/// A block has 64 columns, 16 a warp, and two groups of four warps. Each group has tiles of its own,
-/// and kStageCount stages for them, each with 32 rows of Gr and of Gi. x, M1 and M2 come through the
-/// stages' memory.
+/// A block has 64 columns, 16 a warp, and two groups of four warps. Each group has tiles of its
+/// own, and kStageCount stages for them, each with 32 rows of Gr and of Gi. x, M1 and M2 come
+/// through the stages' memory.
 template <int kStageCount>
 struct HeldForward {
   static constexpr bool kHeld = true;
@@ -30,8 +30,8 @@ struct HeldForward {
   }
 };
 
-// A warp's sums of a tile, from its columns of x, M1 and M2 in registers. hand_over() is called after
-// kHandOver products of 16 of the depth: from then on other warps have the tensor cores, too.
+// A warp's sums of a tile, from its columns of x, M1 and M2 in registers. hand_over() is called
+// after kHandOver products of 16 of the depth: from then on other warps have the tensor cores, too.
 template <int kHandOver, int WV, int kDepth16, class HandOver>
 __device__ __forceinline__ void add_held(WarpGradients<WV, 16>& sums, const bf16* Gr,
                                          const bf16* Gi, const unsigned (&right)[3][kDepth16][1][4],
@@ -55,9 +55,9 @@ __device__ __forceinline__ void add_held(WarpGradients<WV, 16>& sums, const bf16
   }
 }
 
-// Loads a warp's columns of x, M1 and M2, from `col` of the block's BN on, through `shared`, which is
-// free again afterwards. The block's first kThreads threads call it, and meet() is a barrier among
-// them.
+// Loads a warp's columns of x, M1 and M2, from `col` of the block's BN on, through `shared`, which
+// is free again afterwards. The block's first kThreads threads call it, and meet() is a barrier
+// among them.
 template <int BN, int kThreads, int kDepth16, class Meet>
 __device__ __forceinline__ void load_held(unsigned (&right)[3][kDepth16][1][4], bf16* shared,
                                           const GradientsOperands& in, const bf16* M, int w0,

@@ -24,8 +24,8 @@ class PortableFeatures {
                    GradientsShape shape)
       : caller_(caller), operands_(std::move(operands)), shape_(shape) {
     allow_small_products();
-    // The wide tiles need GPUs where a block may have 163 KB of shared memory, and so do four stages
-    // of HeldBackward. Single is for those where it may have 99 KB.
+    // The wide tiles need GPUs where a block may have 163 KB of shared memory, and so do four
+    // stages of HeldBackward. Single is for those where it may have 99 KB.
     if constexpr (kPass == Pass::forward) {
       using Held = HeldForward<3>;
       using Wide = PortableForward<64, 32, 3>;

@@ -98,8 +98,8 @@ __global__ void __launch_bounds__(Tile::kThreads, 1)
     copy_async_commit();
   };
 
-  // The weights come first, in pairs of columns. Each warp needs those of its columns, and so do its
-  // like in other teams: they divide the copies.
+  // The weights come first, in pairs of columns. Each warp needs those of its columns, and so do
+  // its like in other teams: they divide the copies.
   for (int i = (team * 32 + lane) * 2; i < kDepth * kWidth; i += teams * 32 * 2) {
     const int k = i / kWidth, c = i % kWidth, col = member * kOwn + held_column<kOwn>(c % kOwn);
     const T* const from = (c < kOwn ? in.W1 : in.W2) + int64_t{k} * in.H + col;
