@@ -166,6 +166,9 @@ inline void global_fence() { cuda_cpu::async_proxy_fence(); }
 inline void named_barrier(int id, int threads, cuda_cpu::Site site = cuda_cpu::Site::here()) {
   cuda_cpu::named_barrier(id, threads, site);
 }
+inline void named_arrive(int id, int threads, cuda_cpu::Site site = cuda_cpu::Site::here()) {
+  cuda_cpu::named_arrive(id, threads, site);
+}
 template <int kRegisters>
 void registers_shrink_to(cuda_cpu::Site site = cuda_cpu::Site::here()) {
   cuda_cpu::set_registers(kRegisters, false, site);

@@ -528,6 +528,33 @@ __global__ void __launch_bounds__(256, 2) warpgroups(int* out, half* matrices) {
 #endif
 }
 
+// Warps 0 and 1 make numbers, two at a time, and warps 2 and 3 read them. Nobody waits where it
+// only tells the others.
+__global__ void made_and_read(int* seen) {
+  __shared__ int numbers[2][64];
+  const int thread = static_cast<int>(threadIdx.x) % 64;
+  for (int step = 0; step < 5; ++step) {
+    const int room = step % 2;
+    if (threadIdx.x < 64) {
+      if (step >= 2) named_barrier(3 + room, 128);
+      numbers[room][thread] = 100 * step + thread;
+      named_arrive(1 + room, 128);
+    } else {
+      named_barrier(1 + room, 128);
+      seen[64 * step + thread] = numbers[room][63 - thread];
+      if (step + 2 < 5) named_arrive(3 + room, 128);
+    }
+  }
+}
+
+// "bar.arrive": it "does not cause the executing thread to wait".
+CASE(arrivals_by_name) {
+  Array<int> seen(5 * 64);
+  made_and_read<<<1, 128>>>(seen.device);
+  seen.get();
+  for (int i = 0; i < 5 * 64; ++i) EXPECT(seen[i] == 100 * (i / 64) + 63 - i % 64);
+}
+
 // "bar.sync" with a thread count; "elect.sync"; "setmaxnreg"; "stmatrix".
 CASE(warps_and_warpgroups) {
   Array<int> out(10);

@@ -375,7 +375,7 @@ class GatedLayerBackward {
     if (!plan.fits()) return {};
     const auto of_slices =
         caller_.workspace.template any<float>(plan.slices * static_cast<size_t>(K * stride));
-    // mma.sync reaches about 3e8 operations in a microsecond.
+    // mma.sync reaches about 4e8 operations in a microsecond.
     const double operations = 2.0 * static_cast<double>(K) * static_cast<double>(stride * M);
     const double once = static_cast<double>(plan.slices) * static_cast<double>(K * stride) * 8;
     const auto launch = [=, *this] {
@@ -388,7 +388,7 @@ class GatedLayerBackward {
           <<<blocks, WeightTile::kThreads, WeightTile::kSharedBytes, caller_.stream>>>(in);
       add_weights(of_slices.data(), static_cast<int>(plan.slices), K, d_W1, d_W2);
     };
-    return {"", 2 * kFirstLaunch + std::max(operations / 3e8, of.read()) + once / memory_rate(),
+    return {"", 2 * kFirstLaunch + std::max(operations / 4e8, of.read()) + once / memory_rate(),
             launch, WeightTile::kSharedBytes};
   }
   /// db1 and db2 of partial sums, as add_weights() has those of a single channel.

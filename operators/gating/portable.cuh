@@ -318,7 +318,7 @@ class PortableGatedLayer {
     const int bytes = Tile::shared_bytes(team);
     if (team * Tile::kOwn < shape_.hidden || bytes > most_shared_bytes()) return;
     // All warps of a multiprocessor together take so many cycles for a tile each.
-    constexpr double kCycles = 115.0 * Tile::kRows;
+    constexpr double kCycles = 100.0 * Tile::kRows;
     const double tiles = std::ceil(1.0 * static_cast<double>(shape_.rows) / Tile::kRows);
     const double of_team = std::ceil(tiles * team / (Tile::kWarps * multiprocessors()));
     const double time =

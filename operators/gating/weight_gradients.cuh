@@ -7,6 +7,7 @@
 #include <limits>
 
 #include "operators/operands.h"
+#include "operators/product/portable/mma_tiles.cuh"
 #include "primitives/async_copy.cuh"
 #include "primitives/fragments.cuh"
 #include "primitives/launch.h"
@@ -23,74 +24,123 @@ struct WeightProduct {
   float* partials;                ///< (slices, channels, cols)
 };
 
-/// A block has 8 warps, 2 x 4, of 64 x 32 results each; rows of x and d come 32 at a time.
-struct WeightTile {
-  static constexpr int kSide = 128, kThreads = 256, kStepRows = 32, kStages = 4;
-  static constexpr int kElements = kStepRows * kSide;  // of a stage: as many of x and of d
-  static constexpr int kSharedBytes = kStages * 2 * kElements * 2;
+/// A block's four warps have 64 x 64 results each; rows of x and d come 32 at a time. In a stage
+/// both lie as in memory: kSide columns of x, kSide columns of d, row by row.
+struct WeightTile : product::MmaTile<128, 128, 32, 2, 2, 3, 2> {
+  static constexpr int kSide = 128, kStepRows = BK;
+  static_assert(BM == kSide && BN == kSide && kParts == 1);
 };
 
-/// Starts the block's copy of WeightTile::kStepRows rows, of which `there` exist, to a swizzled
-/// tile: the columns from `from` on, of which `left` exist. Zeros for others.
+/// A warp's fragments for MmaPipeline. A row of both factors is a step of the sum: so x is the left
+/// factor transposed, and ldmatrix transposes it on the way to the registers.
 template <typename T>
-__device__ __forceinline__ void copy_step(T* to, const T* from, int64_t stride, int there,
-                                          int left) {
+class WeightFragments {
   using Tile = WeightTile;
-  constexpr int kPieces = Tile::kSide / 8, kStep = Tile::kThreads / kPieces;
-  const int row = threadIdx.x / kPieces, col = threadIdx.x % kPieces * 8;
-#pragma unroll
-  for (int r = row; r < row + Tile::kStepRows; r += kStep) {
-    primitives::copy_async<16>(to + primitives::swizzle<Tile::kSide>(r, col),
-                               from + r * stride + col, r < there && col < left);
-  }
-}
 
-/// Block (x, y): tile x of x^T d, its sum over slice y of the rows. Memory has both factors row by
-/// row, and a row is a step of the sum: so x is the left factor transposed, and ldmatrix transposes
-/// it on the way to the registers.
+ public:
+  static constexpr int kDepth = 16, kRows = Tile::WM / 16;
+
+  template <int kBuffer>
+  __device__ __forceinline__ void load(int i, const T* stage, int k) {
+    primitives::ldmatrix_x4_trans(x[kBuffer][i], stage + (x_lane ^ 16 * i) + k * Tile::kSide);
+    primitives::ldmatrix_x4_trans(d[kBuffer][i], stage + (d_lane ^ 16 * i) + k * Tile::kSide);
+  }
+  __device__ void begin() const {}
+  template <class Sum>
+  __device__ void end_step(Sum&) const {}
+  template <int kBuffer, class Sum>
+  __device__ __forceinline__ void multiply(int i, Sum& sum) const {
+#pragma unroll
+    for (int forth = 0; forth < 2 * kRows; ++forth) {  // and back along the next row
+      const int j = i % 2 == 0 ? forth : 2 * kRows - 1 - forth;
+      primitives::mma_m16n8k16<T>(sum[i][j], x[kBuffer][i], d[kBuffer][j / 2][j % 2 * 2],
+                                  d[kBuffer][j / 2][j % 2 * 2 + 1]);
+    }
+  }
+
+ private:
+  static_assert(Tile::WM == Tile::WN);
+  const int lane = static_cast<int>(threadIdx.x) % 32, warp = static_cast<int>(threadIdx.x) / 32;
+  const int x_lane = primitives::swizzle<Tile::kSide>(
+      lane % 8 + lane / 16 * 8, warp / Tile::kWarpsN * Tile::WM + lane / 8 % 2 * 8);
+  const int d_lane = Tile::kTileA + primitives::swizzle<Tile::kSide>(
+                                        lane % 16, warp % Tile::kWarpsN * Tile::WN + lane / 16 * 8);
+  unsigned x[2][kRows][4], d[2][kRows][4];
+};
 template <typename T>
-__global__ void __launch_bounds__(WeightTile::kThreads, 2)
-    weight_product(const WeightProduct<T> in) {
+struct WeightPipelineTile : WeightTile {
+  using OwnFragments = WeightFragments<T>;
+};
+
+/// Starts the copies of one step after the other, for MmaPipeline: those of a block's columns of x
+/// and d, of which x_cols and d_cols exist, in `rows` rows from x and d on. Zeros for all others.
+template <typename T>
+class WeightCopies {
   using Tile = WeightTile;
+
+ public:
+  __device__ WeightCopies(const T* x, const T* d, int64_t x_stride, int64_t d_stride, int64_t rows,
+                          int x_cols, int d_cols)
+      : x_from(x + row() * x_stride + col()),
+        d_from(d + row() * d_stride + col()),
+        x_step(x_stride * kStep),
+        d_step(d_stride * kStep),
+        left(rows - row()),
+        has_x(col() < x_cols),
+        has_d(col() < d_cols) {}
+
+  template <int kPart, int kParts>
+  __device__ __forceinline__ void start(T* stage) {
+    const int rows = static_cast<int>(min(left, int64_t{Tile::kStepRows}));
+#pragma unroll
+    for (int r = 0; r < Tile::kStepRows; r += kStep) {
+      T* const to = stage + at + r * Tile::kSide;
+      primitives::copy_async<16>(to, x_from, has_x && r < rows);
+      primitives::copy_async<16>(to + Tile::kTileA, d_from, has_d && r < rows);
+      x_from += x_step, d_from += d_step;
+    }
+    left -= Tile::kStepRows;
+  }
+
+ private:
+  static constexpr int kPieces = Tile::kSide / 8, kStep = Tile::kThreads / kPieces;
+  static_assert(kStep % 8 == 0 && Tile::kStepRows % kStep == 0);
+  __device__ static int row() { return static_cast<int>(threadIdx.x) / kPieces; }
+  __device__ static int col() { return static_cast<int>(threadIdx.x) % kPieces * 8; }
+
+  const T *x_from, *d_from;
+  const int64_t x_step, d_step;
+  int64_t left;  ///< rows, from the thread's first one of the next step on
+  const bool has_x, has_d;
+  const int at = primitives::swizzle<Tile::kSide>(row(), col());
+};
+
+/// Block (x, y): tile x of x^T d, its sum over slice y of the rows.
+template <typename T>
+__global__ void __launch_bounds__(WeightTile::kThreads, WeightTile::kResident)
+    weight_product(const WeightProduct<T> in) {
+  using Tile = WeightPipelineTile<T>;
   using namespace primitives;
   extern __shared__ __align__(128) char shared[];
-  T* const stages = reinterpret_cast<T*>(shared);
   const int across = (in.cols + Tile::kSide - 1) / Tile::kSide;
   const int channel0 = static_cast<int>(blockIdx.x) / across * Tile::kSide;
   const int col0 = static_cast<int>(blockIdx.x) % across * Tile::kSide;
   const int64_t first = blockIdx.y * in.slice, end = min(in.rows, first + in.slice);
-  const int steps = static_cast<int>((end - first + Tile::kStepRows - 1) / Tile::kStepRows);
+  const int steps = static_cast<int>(ceil_div(end - first, int64_t{Tile::kStepRows}));
 
-  const auto stage_of = [&](int step) {
-    return stages + step % Tile::kStages * 2 * Tile::kElements;
-  };
-  const auto copy = [&](int step) {
-    if (step >= steps) return;
-    const int64_t row = first + int64_t{step} * Tile::kStepRows;
-    const int there = static_cast<int>(min(end - row, int64_t{Tile::kStepRows}));
-    copy_step(stage_of(step), in.x + row * in.x_stride + channel0, in.x_stride, there,
-              in.channels - channel0);
-    copy_step(stage_of(step) + Tile::kElements, in.d + row * in.cols + col0, in.cols, there,
-              in.cols - col0);
-  };
-  auto ahead = copies_ahead<Tile::kStages>(copy);
+  WeightCopies<T> copies(in.x + first * in.x_stride + channel0, in.d + first * in.cols + col0,
+                         in.x_stride, in.cols, end - first, in.channels - channel0, in.cols - col0);
+  product::MmaPipeline<Tile, T> pipeline(reinterpret_cast<T*>(shared), copies);
+  const int warp = threadIdx.x / 32;
+  Sums<Tile::WM, Tile::WN> sum = {};
+  pipeline.multiply(copies, steps, sum);
+  copy_async_wait<0>();  // zeros that nobody reads
 
-  const int warp = threadIdx.x / 32, row = warp / 4 * 64, col = warp % 4 * 32;
-  Sums<64, 32> sum = {};
-  for (int step = 0; step < steps; ++step) {
-    const T* const tile = stage_of(ahead.next());
-#pragma unroll
-    for (int k = 0; k < Tile::kStepRows; k += 16) {
-      unsigned a[4][4], b[2][4];
-      load_left_transposed<Tile::kSide>(a, tile, row, k);
-      load_right<Tile::kSide>(b, tile + Tile::kElements, k, col);
-      add_product<T>(sum, a, b);
-    }
-  }
   float* const to = in.partials + int64_t{blockIdx.y} * in.channels * in.cols;
-  for_pairs(sum, channel0 + row, col0 + col, in.channels, in.cols, [&](int r, int c, float2 pair) {
-    *reinterpret_cast<float2*>(to + int64_t{r} * in.cols + c) = pair;
-  });
+  for_pairs(sum, channel0 + warp / Tile::kWarpsN * Tile::WM, col0 + warp % Tile::kWarpsN * Tile::WN,
+            in.channels, in.cols, [&](int r, int c, float2 pair) {
+              *reinterpret_cast<float2*>(to + int64_t{r} * in.cols + c) = pair;
+            });
 }
 
 inline constexpr int kAddingCols = 32, kAddingRows = 8;  ///< threads of a block

@@ -145,7 +145,7 @@ class TangentCopies {
 // kStagesResults these have a staging area, on their way to memory.
 template <int kColumns, int kRows, int kStageCount, bool kStagesResults = true>
 struct PortableForward {
-  static constexpr bool kStaged = kStagesResults;
+  static constexpr bool kHeld = false, kStaged = kStagesResults;
   static constexpr int BV = kBoxSide, BN = kColumns, WV = kRows, kStages = kStageCount;
   static constexpr int kThreads = 128;
   static_assert(kThreads / 32 == BV / WV * (BN / 32));
@@ -211,6 +211,7 @@ __global__ void __launch_bounds__(Tiles::kThreads, 2)
 template <int kEigen, int kVertices, int kColumns, int kRowsOfWarp, int kColsOfWarp,
           int kStageCount>
 struct PortableBackward {
+  static constexpr bool kHeld = false;
   static constexpr int BV = kVertices, BN = kColumns, WV = kRowsOfWarp, WN = kColsOfWarp;
   static constexpr int kStages = kStageCount, kMaxE = kEigen;
   static constexpr int kThreads = kMaxE / 32 * (BN / 32) * 32, kMakers = BV / WV * (BN / WN);

@@ -467,6 +467,19 @@ def test_what_runs_on_each_gpu(capability):
     assert of_any >= 8 * 5 - 2  # two may happen to have sizes for the others
 
 
+@pytest.mark.parametrize("capability, taken_for", [("8.0", ""), ("8.6", ""), ("8.9", ""), ("12.0", ""), ("9.0", "8.0")])
+def test_gradient_features_of_many_vertices(capability, taken_for):
+    """Where each block has several tiles, up to 128 rows of the right factors stay in registers."""
+    said = run_as_another_gpu(capability, """
+from test_library_meshes import GradientFeatures, GradientFeaturesBackward
+for kind in (GradientFeatures, GradientFeaturesBackward):
+    run(kind, vertices=150, eigen=128, width=72)
+    run(kind, vertices=257, eigen=72, width=8)
+print(sum("of tiles of 32 x 64" in way for way in ways))
+""", FUSED_KERNELS_CAPABILITY=taken_for, CUDA_CPU_MULTIPROCESSORS="2")
+    assert said == "4\n"
+
+
 def test_there_is_only_fp32_before_compute_capability_8():
     said = run_as_another_gpu("7.5", """
 import ctypes

@@ -67,6 +67,11 @@ inline unsigned persistent(int64_t tiles, int64_t capacity) {
 __device__ inline void named_barrier(int id, int threads) {
   asm volatile("bar.sync %0, %1;" ::"r"(id), "r"(threads) : "memory");
 }
+/// Counts there, and does not wait: other threads wait for what this one has done. PTX ISA,
+/// "Parallel Synchronization and Communication Instructions: bar".
+__device__ inline void named_arrive(int id, int threads) {
+  asm volatile("bar.arrive %0, %1;" ::"r"(id), "r"(threads) : "memory");
+}
 
 #endif
 #if CLUSTER_CODE

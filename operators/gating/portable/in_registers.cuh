@@ -11,6 +11,7 @@
 #include "operators/gating/gate.cuh"
 #include "operators/product/portable/mma_tiles.cuh"
 #include "primitives/hopper/cluster.cuh"
+#include "primitives/neighbours.cuh"
 
 namespace operators::gating {
 
@@ -38,6 +39,13 @@ struct HeldTile {
   }
 };
 
+/// Which of a warp's columns is number `place` in the fragments. mma.sync leaves a lane two
+/// neighbours of each 8 places. So those of all 8s that a lane has are neighbours in out.
+template <int kOwn>
+__host__ __device__ constexpr int held_column(int place) {
+  return place % 8 / 2 * (kOwn / 4) + place / 8 * 2 + place % 2;
+}
+
 template <class Tile, typename T>
 __global__ void __launch_bounds__(Tile::kThreads, 1)
     held_mma(const __grid_constant__ HeldMma<T> of) {
@@ -56,47 +64,58 @@ __global__ void __launch_bounds__(Tile::kThreads, 1)
 
   const int tiles = (in.M + kRows - 1) / kRows, stride = static_cast<int>(gridDim.x) * teams;
   const int first = static_cast<int>(blockIdx.x) * teams + team;
-  // A warp copies rows of its own, as many at a time as 32 pieces of 16 bytes are.
+  // A warp copies rows of its own, as many at a time as 32 pieces of 16 bytes are. `copied` is the
+  // tile whose rows come next, and `from` where the lane's first piece of it is.
   constexpr int kRowsAtOnce = 32 * 8 / kDepth;
-  const int copy_row = lane / (kDepth / 8), copy_col = lane % (kDepth / 8) * 8;
-  const int there = min(max(in.K - copy_col, 0), 8);
-  const auto copy = [&](int64_t tile, T* stage) {
-    if (tile < tiles) {
-      const int rows = static_cast<int>(min(in.M - tile * kRows, int64_t{kRows}));
-      const T* const x = in.x + tile * kRows * of.x_stride + copy_col;
-      for (int at = member * kRowsAtOnce; at < kRows; at += of.team * kRowsAtOnce) {
-        const int row = at + copy_row;
-        T* const piece = stage + swizzle<kDepth>(row, copy_col);
-        if (in.K % 8 == 0) {
-          copy_async<16>(piece, x + row * of.x_stride, row < rows && there > 0);
-        } else {
-          copy_async_part(piece, x + row * of.x_stride, row < rows ? 2 * there : 0);
+  const int copy_row = member * kRowsAtOnce + lane / (kDepth / 8);
+  const int copy_col = lane % (kDepth / 8) * 8;
+  const int there = min(max(in.K - copy_col, 0), 8), row_step = of.team * kRowsAtOnce;
+  const int64_t from_step = row_step * of.x_stride, tile_step = stride * kRows * of.x_stride;
+  const T* from = in.x + (int64_t{first} * kRows + copy_row) * of.x_stride + copy_col;
+  // Where a lane's pieces lie: see swizzle(). A step of 4 rows changes bit 2 of the row.
+  const int to = swizzle<kDepth>(copy_row, copy_col), turn = row_step % 8 * 8;
+  int copied = first;
+  const auto copy = [&](T* stage) {
+    if (copied < tiles) {
+      const int rows = min(in.M - copied * kRows, kRows);
+      const T* piece = from;
+      int at = to;
+      const auto each_row = [&](const auto& start) {
+#pragma unroll 1
+        for (int row = copy_row; row < kRows; row += row_step) {
+          start(row);
+          piece += from_step, at = (at ^ turn) + row_step * kDepth;
         }
+      };
+      if (in.K % 8 == 0) {
+        const int inside = there > 0 ? rows : 0;
+        each_row([&](int row) { copy_async<16>(stage + at, piece, row < inside); });
+      } else {
+        each_row([&](int row) { copy_async_part(stage + at, piece, row < rows ? 2 * there : 0); });
       }
+      copied += stride, from += tile_step;
     }
     copy_async_commit();
   };
 
-  // The weights come first. Each warp needs those of its column, and so do its like in other teams:
-  // they divide the copies.
-  for (int i = (team * 32 + lane) * 8; i < kDepth * kWidth; i += teams * 32 * 8) {
-    const int k = i / kWidth, c = i % kWidth, col = member * kOwn + c % kOwn;
+  // The weights come first, in pairs of columns. Each warp needs those of its columns, and so do
+  // its like in other teams: they divide the copies.
+  for (int i = (team * 32 + lane) * 2; i < kDepth * kWidth; i += teams * 32 * 2) {
+    const int k = i / kWidth, c = i % kWidth, col = member * kOwn + held_column<kOwn>(c % kOwn);
     const T* const from = (c < kOwn ? in.W1 : in.W2) + int64_t{k} * in.H + col;
     T* const to = weights + swizzle<kWidth>(k, c);
-    const int inside = k < in.K ? min(max(in.H - col, 0), 8) : 0;
-    if (in.H % 8 == 0) {
-      copy_async_part(to, from, 2 * inside);
+    const int inside = k < in.K ? min(max(in.H - col, 0), 2) : 0;
+    if (in.H % 2 == 0) {
+      copy_async<4>(to, from, inside > 0);
     } else {
-      for (int e = 0; e < 8; ++e) to[e] = e < inside ? from[e] : T();
+      for (int e = 0; e < 2; ++e) to[e] = e < inside ? from[e] : T();
     }
   }
   copy_async_commit();
-  for (int s = 0; s < kStages - 1; ++s) {
-    copy(first + int64_t{s} * stride, stages + s * Tile::kStage);
-  }
+  for (int s = 0; s < kStages - 1; ++s) copy(stages + s * Tile::kStage);
   if (team == 0) {
     for (int c = lane; c < kWidth; c += 32) {
-      const int col = member * kOwn + c % kOwn;
+      const int col = member * kOwn + held_column<kOwn>(c % kOwn);
       const T* const from = c < kOwn ? in.b1 : in.b2;
       biases[c] = from != nullptr && col < in.H ? static_cast<float>(from[col]) : 0;
     }
@@ -107,32 +126,64 @@ __global__ void __launch_bounds__(Tile::kThreads, 1)
 #pragma unroll
   for (int k = 0; k < kDepth; k += 16) load_right<kWidth>(b[k / 16], weights, k, 0);
 
-  const MmaResults<T> out{in.out, of.out_stride, in.M, in.H};
+  // Where the lane's first results of a tile go: in every eighth row kOwn / 4 neighbours.
+  constexpr int kBeside = kOwn / 4;
+  const int own_col = member * kOwn + lane % 4 * kBeside;
+  const bool whole_cols = of.out_stride % kBeside == 0 && own_col + kBeside <= in.H;
+  const int64_t out_step = int64_t{stride} * kRows * of.out_stride;
+  T* to_out = in.out + (int64_t{first} * kRows + lane / 4) * of.out_stride + own_col;
   int stage = 0, next = kStages - 1;  // that is multiplied, and that is filled
   for (int tile = first; tile < tiles; tile += stride) {
     copy_async_wait<kStages - 2>();
     named_barrier(1 + team, 32 * of.team);  // the team's copies are there, and all have read `next`
-    copy(tile + int64_t{kStages - 1} * stride, stages + next * Tile::kStage);
+    copy(stages + next * Tile::kStage);
     const T* const x = stages + stage * Tile::kStage;
     stage = stage + 1 == kStages ? 0 : stage + 1;
     next = next + 1 == kStages ? 0 : next + 1;
-    Sums<16, kWidth> sum;
+    Sums<kRows, kWidth> sum;
 #pragma unroll
     for (int j = 0; j < kWidth / 8; ++j) {
       const float2 bias = *reinterpret_cast<const float2*>(biases + 8 * j + lane % 4 * 2);
-      sum[0][j][0] = sum[0][j][2] = bias.x, sum[0][j][1] = sum[0][j][3] = bias.y;
+#pragma unroll
+      for (int i = 0; i < kRows / 16; ++i) {
+        sum[i][j][0] = sum[i][j][2] = bias.x, sum[i][j][1] = sum[i][j][3] = bias.y;
+      }
     }
 #pragma unroll
     for (int k = 0; k < kDepth; k += 16) {
-      unsigned a[1][4];
+      unsigned a[kRows / 16][4];
       load_left<kDepth>(a, x, 0, k);
       add_product<T>(sum, a, b[k / 16]);
     }
     make_sigmoids(in.gate, sum);
-    out.template store<16, kOwn>(tile * kRows, member * kOwn, [&](int i, int j) {
-      const float2 gate = pair_of(sum, i, j), value = pair_of(sum, i, j + kOwn / 8);
-      return pack2<T>(gated(gate.x, value.x), gated(gate.y, value.y));
-    });
+    Neighbours<T, kBeside> results[kRows / 8];
+#pragma unroll
+    for (int i = 0; i < kRows / 8; ++i) {
+#pragma unroll
+      for (int j = 0; j < kOwn / 8; ++j) {
+        const float2 gate = pair_of(sum, i, j), value = pair_of(sum, i, j + kOwn / 8);
+        reinterpret_cast<unsigned*>(results[i].values)[j] =
+            pack2<T>(gated(gate.x, value.x), gated(gate.y, value.y));
+      }
+    }
+    const int rows = in.M - tile * kRows - lane / 4;  // from the lane's first one on
+    if (whole_cols && rows > kRows - 8) {
+#pragma unroll
+      for (int i = 0; i < kRows / 8; ++i) {
+        *reinterpret_cast<Neighbours<T, kBeside>*>(to_out + 8 * i * of.out_stride) = results[i];
+      }
+    } else {
+#pragma unroll
+      for (int i = 0; i < kRows / 8; ++i) {
+#pragma unroll
+        for (int e = 0; e < kBeside; ++e) {
+          if (8 * i < rows && own_col + e < in.H) {
+            to_out[8 * i * of.out_stride + e] = results[i].values[e];
+          }
+        }
+      }
+    }
+    to_out += out_step;
   }
 }
 
