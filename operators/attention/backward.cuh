@@ -104,14 +104,13 @@ class BackwardLaunches {
   void launch_portable() const {
     constexpr int kBytes = sizeof(BackwardShared<Tile>);
     allow_shared_bytes(attention_backward_portable<Tile, kInOrder>, kBytes);
-    const BackwardOperands<T> in =
-        operands<Tile>(kInOrder, int64_t{Tile::kBlocks} * multiprocessors());
+    const BackwardOperands<T> in = operands<Tile>(kInOrder, multiprocessors());
     start<Tile::kWidth>(in, rows_of_sums());
     attention_backward_portable<Tile, kInOrder>
         <<<portable_blocks<Tile, kInOrder>(), Tile::kThreads, kBytes, stream_>>>(in);
-    attention_finish_dq<T, Tile::kWidth>
-        <<<blocks_for(rows(), kBlockRows<Tile::kWidth>), kRowThreads, 0, stream_>>>(
-            in, static_cast<int>(rows()));
+    const int64_t tiles = ceil_div(shape_.queries, int64_t{Tile::kQueries});
+    attention_finish_dq<Tile>
+        <<<blocks_for(shape_.batch * shape_.heads * tiles, 1), 32 * Tile::kPairs, 0, stream_>>>(in);
   }
 
   /// How many keys a block of launch_short() should have; 0: another way is taken.
@@ -369,7 +368,6 @@ class AttentionBackward {
   template <int kWidth, bool kInOrder>
   Way way() const {
     const double flops = 2.5 * shape_.flops();
-    const std::string order = kInOrder ? ", in order" : "";
     const std::string on_hopper = std::string("wgmma, parts of d_q added up by ") +
                                   (kInOrder ? "the copy engine, in order" : "atomics") +
                                   launches_.division_words();
@@ -384,11 +382,38 @@ class AttentionBackward {
       return {on_hopper, flops / 500e6, [self = launches_] { self.template launch_hopper<Tile>(); },
               static_cast<int>(sizeof(BackwardHopperShared<Tile>))};
     }
-    using Tile = BackwardTile<T, kWidth == 96 ? 128 : kWidth>;
-    static_assert(sizeof(BackwardShared<Tile>) <= 99 << 10);
-    return {"mma.sync, parts of d_q added up by atomics" + order, flops / 200e6,
-            [self = launches_] { self.template launch_portable<Tile, kInOrder>(); },
-            static_cast<int>(sizeof(BackwardShared<Tile>))};
+    // Where a block has no more than 99 KB, or where there are few queries, tiles have fewer.
+    if constexpr (kWidth <= 64) {
+      using Large = BackwardTile<T, 64, 128, 2>;
+      using Small = BackwardTile<T, 64, 64, 2>;
+      static_assert(sizeof(BackwardShared<Small>) <= 99 << 10);
+      return fits<Large>() && shape_.queries >= 1024 ? portable_way<Large, kInOrder>()
+                                                     : portable_way<Small, kInOrder>();
+    } else if constexpr (kWidth <= 128) {
+      using Large = BackwardTile<T, 128, 64, 2>;
+      using Small = BackwardTile<T, 128, 32, 1>;
+      static_assert(sizeof(BackwardShared<Small>) <= 99 << 10);
+      return fits<Large>() ? portable_way<Large, kInOrder>() : portable_way<Small, kInOrder>();
+    } else {
+      using Tile = BackwardTile<T, 256, 16, 2>;
+      static_assert(sizeof(BackwardShared<Tile>) <= 99 << 10);
+      return portable_way<Tile, kInOrder>();
+    }
+  }
+
+  /// Whether a block of the device has enough shared memory.
+  template <class Tile>
+  static bool fits() {
+    return most_shared_bytes() >= int{sizeof(BackwardShared<Tile>)};
+  }
+  template <class Tile, bool kInOrder>
+  Way portable_way() const {
+    constexpr int kBytes = sizeof(BackwardShared<Tile>);
+    static_assert(kBytes <= 163 << 10);  // of compute capability 8.0
+    return {
+        std::string("mma.sync, parts of d_q added up by atomics") + (kInOrder ? ", in order" : ""),
+        2.5 * shape_.flops() / 200e6,
+        [self = launches_] { self.template launch_portable<Tile, kInOrder>(); }, kBytes};
   }
 
   template <class Tile>

@@ -1,10 +1,11 @@
-// The gradients of attention on any GPU from compute capability 8.0 on: *tensor cores* of
-// bonus_attention_backward.cu for rows that lie anywhere, of any width up to 256. And what comes
-// before it and after it.
+// The gradients of attention on any GPU from compute capability 8.0 on, for rows that lie anywhere,
+// of any width up to 256. It is *tensor cores* of bonus_attention_backward.cu, whose warps come in
+// pairs that divide the work. And what comes before it and after it.
 #pragma once
 
 #include "operators/attention/portable.cuh"
 #include "primitives/early_launch.cuh"
+#include "primitives/hopper/cluster.cuh"
 #include "primitives/neighbours.cuh"
 #include "primitives/spin.cuh"
 
@@ -86,60 +87,77 @@ __global__ void __launch_bounds__(kRowThreads)
   }
 }
 
-/// dQ: the sums, scaled and rounded. dq_sums is (batch, queries, heads, kWidth).
-template <typename T, int kWidth>
-__global__ void __launch_bounds__(kRowThreads)
-    attention_finish_dq(BackwardOperands<T> in, int rows) {
-  constexpr int kLanes = kWidth / 8, kRows = kRowThreads / kLanes;
-  const int col = threadIdx.x % kLanes * 8;
-#pragma unroll
-  for (int i = 0; i < kRowsAtOnce; ++i) {
-    const int row =
-        static_cast<int>(blockIdx.x) * kBlockRows<kWidth> + threadIdx.x / kLanes + i * kRows;
-    if (row >= rows || col >= in.width) return;
-    const float4* const sums =
-        reinterpret_cast<const float4*>(in.dq_sums + int64_t{row} * kWidth + col);
-    const float4 left = sums[0], right = sums[1];
-    const float scale = in.scale;
-    *reinterpret_cast<uint4*>(in.dQ + in.begin_of(row, in.dq) + col) = make_uint4(
-        pack2<T>(scale * left.x, scale * left.y), pack2<T>(scale * left.z, scale * left.w),
-        pack2<T>(scale * right.x, scale * right.y), pack2<T>(scale * right.z, scale * right.w));
-  }
-}
-
 // ---- Between these ------------------------------------------------------------------------------
 
-/// A block owns kKeys keys of a head of K and V, a warp kOwn of them, and of these dK and dV. Tiles
-/// of kQueries rows of Q and d_out stream past.
-///
-/// With a width of 256 dK and dV of 16 keys would be 256 registers a lane. So two warps have the
-/// same keys: the even one has P and dV, the odd one has dS and dK. The tile of queries is as small
-/// as makes a block fit into 99 KB.
-template <typename T_, int kWidth_>
+/// A block owns kKeys keys of a head of K and V. Tiles of kQueries rows of Q and d_out stream past.
+/// Warps w and w + kPairs are a pair, and have the same kOwn keys: the first one has P and dV, the
+/// second one dS and dK, and a part of dQ. kOutStages: of d_out; one where shared memory is short.
+template <typename T_, int kWidth_, int kQueries_, int kOutStages_>
 struct BackwardTile {
   using T = T_;
-  static constexpr int kWidth = kWidth_;
-  static constexpr bool kInPairs = kWidth > 128, kAligned = true;
-  static constexpr int kWarps = kInPairs ? 8 : 4, kThreads = 32 * kWarps;
-  static constexpr int kBlocks = kInPairs ? 1 : 2;     // that a multiprocessor has at a time
-  static constexpr int kCount = kWidth == 64 ? 2 : 1;  // matrices of 16 keys that a warp has
-  static constexpr int kOwn = 16 * kCount, kKeys = (kInPairs ? 4 : kWarps) * kOwn;
-  static constexpr int kQueries = kInPairs ? 16 : 32;
+  static constexpr int kWidth = kWidth_, kQueries = kQueries_, kOutStages = kOutStages_;
+  static constexpr bool kAligned = true;
+  static constexpr int kPairs = 4, kThreads = 64 * kPairs;
+  static constexpr int kBlocks = 1;                     // that share an item
+  static constexpr int kCount = kWidth <= 128 ? 2 : 1;  // matrices of 16 keys that a warp has
+  static constexpr int kOwn = 16 * kCount, kKeys = kPairs * kOwn;
+  // Of dQ of a tile a warp has kRows x kCols.
+  static constexpr int kRows = kQueries < 32 ? kQueries : 32;
+  static constexpr int kColParts = kPairs * kRows / kQueries, kCols = kWidth / kColParts;
+};
+
+/// What the warp of pair `pair` has of dQ, and where that begins in the tile.
+template <class Tile>
+struct PartOfDQ {
+  static constexpr int kNumbers = Tile::kRows * Tile::kCols / 32;  // of a lane
+  float sums[Tile::kRows / 16][Tile::kCols / 8][4] = {};
+  int row, col;
+  __device__ explicit PartOfDQ(int pair)
+      : row(pair / Tile::kColParts * Tile::kRows), col(pair % Tile::kColParts * Tile::kCols) {}
+  __device__ float& number(int i) { return (&sums[0][0][0])[i]; }
+  /// Where number 0 of the lane lies in the sums of tile `tile`; the next ones are 32 further each.
+  __device__ static int64_t offset(int tile, int pair) {
+    return int64_t{tile} * (Tile::kQueries * Tile::kWidth) + pair * (32 * kNumbers) +
+           threadIdx.x % 32;
+  }
 };
 
 template <class Tile>
 struct BackwardShared {
   using T = typename Tile::T;
-  struct Stage {
-    alignas(128) T Q[Tile::kQueries * Tile::kWidth];
-    T d_out[Tile::kQueries * Tile::kWidth];
-    float log_sums[Tile::kQueries], row_sums[Tile::kQueries];
-  };
   alignas(128) T K[Tile::kKeys * Tile::kWidth];
   T V[Tile::kKeys * Tile::kWidth];
-  T dS[Tile::kKeys * Tile::kQueries];  // transposed: a row has all queries of a key
-  Stage stages[2];
+  T dS[Tile::kKeys * Tile::kQueries];  // P, and then dS; transposed: a row has all queries of a key
+  T Q[2][Tile::kQueries * Tile::kWidth], d_out[Tile::kOutStages][Tile::kQueries * Tile::kWidth];
+  float bases[2][Tile::kQueries], row_sums[2][Tile::kQueries];
 };
+
+/// dQ: the sums, scaled and rounded. They lie tile after tile, as in the registers of
+/// attention_backward_portable: of each warp the first number of each lane, the second ones, and so
+/// on. Block x has tile x; rows leave by way of shared memory, 16 bytes a thread.
+template <class Tile>
+__global__ void __launch_bounds__(32 * Tile::kPairs)
+    attention_finish_dq(BackwardOperands<typename Tile::T> in) {
+  using T = typename Tile::T;
+  constexpr int kQueries = Tile::kQueries, kWidth = Tile::kWidth, kPieces = kWidth / 8;
+  __shared__ __align__(128) T rows[kQueries * kWidth];
+  const int number = static_cast<int>(blockIdx.x), tiles = ceil_div(in.queries, kQueries);
+  const int query = number % tiles * kQueries, head = number / tiles % in.heads;
+  const int batch = number / tiles / in.heads, pair = threadIdx.x / 32;
+  PartOfDQ<Tile> dQ(pair);
+  const float* const sums = in.dq_sums + dQ.offset(number, pair);
+#pragma unroll
+  for (int i = 0; i < dQ.kNumbers; ++i) dQ.number(i) = in.scale * sums[32 * i];
+  to_tile<kWidth>(rows, dQ.row, dQ.col, dQ.sums);
+  __syncthreads();
+  T* const to = in.dQ + batch * in.dq.batch + head * in.dq.head;
+  for (int i = threadIdx.x; i < kQueries * kPieces; i += 32 * Tile::kPairs) {
+    const int row = i / kPieces, col = i % kPieces * 8;
+    if (query + row >= in.queries || col >= in.width) continue;
+    *reinterpret_cast<uint4*>(to + (query + row) * in.dq.row + col) =
+        *reinterpret_cast<const uint4*>(rows + swizzle<kWidth>(row, col));
+  }
+}
 
 /// Block (x, y, z) owns tile x of the keys of a sequence, which is a head of K and V of a batch.
 /// The first keys, which causal hides from the fewest queries, start first. Sequences are counted
@@ -247,19 +265,6 @@ struct BackwardSteps {
   __device__ int number(int step) const { return first + step * by; }
 };
 
-/// A lane's sums of kCount x 16 rows become left factors whose columns k to k + 15 they are.
-template <typename T, int kCount, int kCols8>
-__device__ __forceinline__ void to_left(unsigned (&a)[kCount][4],
-                                        const float (&sums)[kCount][kCols8][4], int k) {
-  // Registers 0 and 1 of a left factor are the lane's two rows of the left 8 columns, 2 and 3 of
-  // the right 8: the lane has exactly these four pairs of the sums.
-#pragma unroll
-  for (int i = 0; i < 4 * kCount; ++i) {
-    const float* const pair = &sums[i / 4][k / 8 + i / 2 % 2][i % 2 * 2];
-    a[i / 4][i % 4] = pack2<T>(pair[0], pair[1]);
-  }
-}
-
 /// Stores a warp's sums, times `factor`, by way of its own rows of a tile, from row `row` on. `to`
 /// is where the first of them belongs, in rows `stride` elements apart, of which `there` exist.
 template <class Tile>
@@ -284,19 +289,31 @@ __device__ __forceinline__ void store_keys(typename Tile::T* tile, int row,
 }
 
 /// K and V of a block stay in shared memory. The queries of all heads that share them come a tile
-/// at a time, the next ones' Q and d_out while these are multiplied, with their logarithms and D.
-/// From K Q^T and V d_out^T a lane has of P^T and dS^T just what it has to hold of a left factor:
-/// these do not leave its registers for dV += P^T d_out and dK += dS^T Q. For dQ += dS K, a sum
-/// over the keys of all warps, dS^T goes through shared memory, and each warp makes a quarter of
-/// the columns. Other blocks have other keys: parts of dQ are added up in memory by atomicAdd; with
-/// kInOrder each part of a tile when those of the keys before are there. Of a pair of warps one has
-/// the logits and the other dP; P^T goes from the one to the other where dS^T will be.
+/// at a time, the next ones' Q and d_out while these are multiplied. In each of these steps
+///
+///     the first warp of a pair   S^T = K Q^T, P^T = exp(S^T - L), and then dV += P^T d_out
+///     the second one             dQ += dS K of the step before, dP^T = V d_out^T,
+///                                dS^T = P^T (dP^T - D), and then dK += dS^T Q
+///
+/// A warp has 32 keys, so that what it loads from shared memory takes no longer than its products;
+/// one warp could not have dV and dK of as many in registers. What is not a product takes the
+/// tensor cores' time only where neither warp has one: exponentials are computed while the second
+/// warp has two, and dS while the first warp has dV. P^T goes from one warp to the other through
+/// shared memory, rounded. As left factors of dV and dK, P^T and dS^T stay in the registers where
+/// they have been computed: K Q^T and V d_out^T leave them as a left factor has to lie. For dQ, a
+/// sum over the keys of all warps, dS^T goes through shared memory.
+///
+/// Other blocks have other keys: parts of dQ are added up in memory by atomicAdd, 32 neighbours at
+/// a time (PartOfDQ); with kInOrder each part of a tile when those of the keys before are there.
+/// (Compiled for 9.0, in order, 24 bytes a thread of 128 columns spill, outside of the loops of
+/// products; for 8.0 none.)
 template <class Tile, bool kInOrder>
-__global__ void __launch_bounds__(Tile::kThreads, Tile::kBlocks)
+__global__ void __launch_bounds__(Tile::kThreads)
     attention_backward_portable(BackwardOperands<typename Tile::T> in) {
   using T = typename Tile::T;
   constexpr int kWidth = Tile::kWidth, kKeys = Tile::kKeys, kQueries = Tile::kQueries;
-  constexpr int kCount = Tile::kCount, kOwn = Tile::kOwn;
+  constexpr int kCount = Tile::kCount, kOutStages = Tile::kOutStages;
+  constexpr int kAtOnce = kQueries < 64 ? kQueries : 64;
   extern __shared__ __align__(128) char shared_bytes[];
   auto& shared = *reinterpret_cast<BackwardShared<Tile>*>(shared_bytes);
   if (!kInOrder && sequence_of_block() >= in.sequences) return;
@@ -304,196 +321,258 @@ __global__ void __launch_bounds__(Tile::kThreads, Tile::kBlocks)
                          ? BackwardPlace::of_item(in, static_cast<int>(blockIdx.x), kKeys)
                          : BackwardPlace(in, static_cast<int>(blockIdx.x), sequence_of_block());
   const int key0 = place.key_tile * kKeys, batch = place.batch;
-  const int head0 = place.kv_head * in.group;
   const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
-  const int warp_key = (Tile::kInPairs ? warp / 2 : warp) * kOwn;
+  const int pair = warp % Tile::kPairs, warp_key = pair * Tile::kOwn;
+  const bool is_second = warp >= Tile::kPairs;
 
   // A step is a tile of queries of a head. Query s sees key0 if s + keys - queries >= key0.
-  const int first_tile = in.first_query(key0) / kQueries;
   const int all_tiles = ceil_div(in.queries, kQueries);
-  const BackwardSteps<kInOrder> steps(first_tile, all_tiles, in.group);
-  const auto head_of = [&](int step) { return head0 + steps.of_group(step); };
-  const auto query_of = [&](int step) { return steps.tile(step) * kQueries; };
-  const auto copy_step = [&](int step) {
-    if (step == 0) {
-      const T* const K = in.K + batch * in.k.batch + place.kv_head * in.k.head;
-      const T* const V = in.V + batch * in.v.batch + place.kv_head * in.v.head;
-      const int there = in.keys - key0;
-      copy_rows<Tile, kKeys>(shared.K, K + key0 * in.k.row, in.k.row, there, in.width);
-      copy_rows<Tile, kKeys>(shared.V, V + key0 * in.v.row, in.v.row, there, in.width);
-    }
-    if (step >= steps.count()) return;
-    const int head = head_of(step), query = query_of(step), there = in.queries - query;
-    auto& stage = shared.stages[step % 2];
-    copy_rows<Tile, kQueries>(stage.Q,
-                              in.Q + batch * in.q.batch + query * in.q.row + head * in.q.head,
+  const BackwardSteps<kInOrder> steps(in.first_query(key0) / kQueries, all_tiles, in.group);
+  const int count = steps.count();
+  struct Step {
+    int head, tile;
+  };
+  const auto step_of = [&](int step) {
+    return Step{place.kv_head * in.group + steps.of_group(step), steps.tile(step)};
+  };
+  const auto copy_Q = [&](const Step& at, int stage) {
+    const int query = at.tile * kQueries, there = in.queries - query;
+    copy_rows<Tile, kQueries>(shared.Q[stage],
+                              in.Q + batch * in.q.batch + query * in.q.row + at.head * in.q.head,
                               in.q.row, there, in.width);
+  };
+  // What P's exponents are relative to: a query without a logit has no P, then it is +infinity. And
+  // D. A thread has one number of a tile.
+  static_assert(2 * kQueries <= Tile::kThreads);
+  const bool has_number = threadIdx.x < 2 * kQueries, has_D = threadIdx.x >= kQueries;
+  const int own_query = threadIdx.x % kQueries;
+  const auto load_number = [&](const Step& at) {
+    const int query = at.tile * kQueries + own_query;
+    if (!has_number || query >= in.queries) return 0.0f;
+    const float of_query =
+        (has_D ? in.row_sums : in.log_sums)[(batch * in.heads + at.head) * in.queries + query];
+    return has_D ? of_query : of_query == minus_infinity() ? -minus_infinity() : of_query * kLog2E;
+  };
+  const auto store_number = [&](float number, int stage) {
+    if (has_number) (has_D ? shared.row_sums : shared.bases)[stage][own_query] = number;
+  };
+  const auto copy_d_out = [&](const Step& at, int stage) {
+    const int query = at.tile * kQueries;
     copy_rows<Tile, kQueries>(
-        stage.d_out, in.d_out + batch * in.d_o.batch + query * in.d_o.row + head * in.d_o.head,
-        in.d_o.row, there, in.width);
-    if (threadIdx.x >= 2 * kQueries) return;
-    const bool is_sum = threadIdx.x >= kQueries;
-    const int i = threadIdx.x % kQueries;
-    const float* const from = is_sum ? in.row_sums : in.log_sums;
-    copy_async<4>((is_sum ? stage.row_sums : stage.log_sums) + i,
-                  from + (batch * in.heads + head) * in.queries + query + i, i < there);
+        shared.d_out[stage],
+        in.d_out + batch * in.d_o.batch + query * in.d_o.row + at.head * in.d_o.head, in.d_o.row,
+        in.queries - query, in.width);
   };
-  auto ahead = copies_ahead<2>(copy_step);
-  const auto count_of = [&](int step) {
-    const int head = batch * in.heads + head_of(step);
-    return GridCount(in.counts[head * all_tiles + steps.tile(step)]);
+  const auto number_of = [&](const Step& at) {
+    return (batch * in.heads + at.head) * all_tiles + at.tile;
   };
+  Step next = step_of(0);
+  int number = 0, query = 0;
+  {
+    const T* const K = in.K + batch * in.k.batch + place.kv_head * in.k.head;
+    const T* const V = in.V + batch * in.v.batch + place.kv_head * in.v.head;
+    const int there = in.keys - key0;
+    copy_rows<Tile, kKeys>(shared.K, K + key0 * in.k.row, in.k.row, there, in.width);
+    copy_rows<Tile, kKeys>(shared.V, V + key0 * in.v.row, in.v.row, there, in.width);
+    if (count > 0) {
+      store_number(load_number(next), 0);
+      copy_Q(next, 0);
+      if (kOutStages == 2) copy_d_out(next, 0);
+    }
+    copy_async_commit();
+  }
 
   const float scale = in.scale * kLog2E;
-  // A query without a logit has no P: then the base is +infinity.
-  const auto base_of = [](float log_sum) {
-    return log_sum == minus_infinity() ? -minus_infinity() : log_sum * kLog2E;
-  };
-  // In pairs a warp has one of these: the even one dV, the odd one dK.
-  float dK[kCount][kWidth / 8][4] = {}, dV[kCount][kWidth / 8][4] = {};
-  for (int step = 0; step < steps.count(); ++step) {
-    const int query = query_of(step);
-    const auto& stage = shared.stages[ahead.next() % 2];
+  float gradients[kCount][kWidth / 8][4] = {};  // dV of a pair's first warp, dK of its second
+  for (int step = 0;; ++step) {
+    copy_async_wait<0>();
+    // What all threads have copied for this step is there, all of dS of the step before is there,
+    // and all have read what the copies that start now replace.
+    __syncthreads();
+    const int before = number;
+    const Step now = next;
+    number = number_of(now);
+    float ahead = 0;
+    query = now.tile * kQueries;
+    if (step < count) {
+      if (kOutStages == 1) copy_d_out(now, 0);
+      copy_async_commit();
+      if (step + 1 < count) {
+        if (kInOrder) {
+          next = step_of(step + 1);
+        } else if (++next.tile == all_tiles) {
+          next = {next.head + 1, steps.tile0};
+        }
+        ahead = load_number(next);
+        copy_Q(next, (step + 1) % 2);
+        if (kOutStages == 2) copy_d_out(next, (step + 1) % 2);
+      }
+      copy_async_commit();
+    }
+    if (is_second && step > 0) {
+      PartOfDQ<Tile> dQ(pair);
+#pragma unroll
+      for (int k = 0; k < kKeys; k += 16) {
+        unsigned left[Tile::kRows / 16][4], keys[Tile::kCols / 16][4];
+        load_left_transposed<kQueries>(left, shared.dS, dQ.row, k);
+        load_right<kWidth>(keys, shared.K, k, dQ.col);
+        add_product<T>(dQ.sums, left, keys);
+      }
+      if constexpr (kInOrder) {
+        if (warp == Tile::kPairs && lane == 0) {
+          wait_for_count(GridCount(in.counts[before]), static_cast<unsigned>(place.key_tile),
+                         "the parts of dQ of the keys before");
+        }
+        named_barrier(1 + Tile::kPairs, 32 * Tile::kPairs);
+      }
+      float* const sums = in.dq_sums + dQ.offset(before, pair);
+#pragma unroll
+      for (int i = 0; i < dQ.kNumbers; ++i) atomicAdd(sums + 32 * i, dQ.number(i));
+      if constexpr (kInOrder) {
+        named_barrier(1 + Tile::kPairs, 32 * Tile::kPairs);
+        if (warp == Tile::kPairs && lane == 0) {
+          GridCount(in.counts[before]).fetch_add(1, cuda::memory_order_release);
+        }
+      }
+    }
+    if (step == count) break;
 
-    // The first query of the tile sees the fewest keys. Where it sees all of the block's, nothing
-    // is masked. (A query behind the last one is all zeros, and so are its parts of the results.)
-    const bool masked = key0 + kKeys > in.limit(query);
-    if constexpr (Tile::kInPairs) {
-      const bool odd = warp % 2;
-      const T* const of_keys = odd ? shared.V : shared.K;
-      const T* const of_queries = odd ? stage.d_out : stage.Q;
-      float own[1][kQueries / 8][4] = {};  // logits, then P; or dP, then dS
+    const int stage = step % 2;
+    const T* const Q = shared.Q[stage];
+    const T* const d_out = shared.d_out[step % kOutStages];
+    if (kOutStages == 1) {
+      copy_async_wait<1>();
+      __syncthreads();
+    }
+    float own[kCount][kQueries / 8][4] = {};  // logits, then P; or dP, then dS
+    {
+      const T* const of_keys = is_second ? shared.V : shared.K;
+      const T* const of_queries = is_second ? d_out : Q;
 #pragma unroll
       for (int k = 0; k < kWidth; k += 16) {
-        unsigned keys[1][4], queries[kQueries / 16][4];
+        unsigned keys[kCount][4];
         load_left<kWidth>(keys, of_keys, warp_key, k);
-        load_right_transposed<kWidth>(queries, of_queries, k, 0);
-        add_product<T>(own, keys, queries);
-      }
-      if (!odd) {
 #pragma unroll
-        for (int i = 0; i < kQueries / 2; ++i) {
-          const int q = i / 4 * 8 + lane % 4 * 2 + i % 2;
-          float& p = own[0][i / 4][i % 4];
-          p = exp2_approximate(fmaf(p, scale, -base_of(stage.log_sums[q])));
-          const int key = key0 + warp_key + lane / 4 + i / 2 % 2 * 8;
-          if (masked && key >= in.limit(query + q)) p = 0;
-        }
-        to_tile<kQueries>(shared.dS, warp_key, 0, own);
-      }
-      __syncthreads();  // P^T is there
-      if (odd) {
+        for (int q = 0; q < kQueries; q += kAtOnce) {
+          unsigned queries[kAtOnce / 16][4];
+          load_right_transposed<kWidth>(queries, of_queries, k, q);
 #pragma unroll
-        for (int i = 0; i < kQueries / 2; i += 2) {
-          const unsigned pair = *pair_in<kQueries>(shared.dS, warp_key, 0, i / 2 % 2, i / 4);
+          for (int m = 0; m < kCount; ++m) {
 #pragma unroll
-          for (int e = 0; e < 2; ++e) {
-            const int q = i / 4 * 8 + lane % 4 * 2 + e;
-            float& ds = own[0][i / 4][i % 4 + e];
-            ds = static_cast<float>(reinterpret_cast<const T(&)[2]>(pair)[e]) *
-                 (ds - stage.row_sums[q]);
+            for (int j = 0; j < kAtOnce / 8; ++j) {
+              mma_m16n8k16<T>(own[m][q / 8 + j], keys[m], queries[j / 2][j % 2 * 2],
+                              queries[j / 2][j % 2 * 2 + 1]);
+            }
           }
         }
-        to_tile<kQueries>(shared.dS, warp_key, 0, own);
       }
+    }
+    if (!is_second) {
+      // The first query of the tile sees the fewest keys. Where it sees all of the block's, nothing
+      // is masked. (A query behind the last one is all zeros, and so are its parts of the results.)
+      const bool masked = key0 + kKeys > in.limit(query);
 #pragma unroll
-      for (int k = 0; k < kQueries; k += 16) {
-        unsigned left[1][4], right[kWidth / 16][4];
-        to_left<T>(left, own, k);
-        load_right<kWidth>(right, odd ? stage.Q : stage.d_out, k, 0);
-        add_product<T>(dV, left, right);
-      }
-    } else {
-      float P[kCount][kQueries / 8][4] = {}, dS[kCount][kQueries / 8][4] = {};
+      for (int j = 0; j < kQueries / 8; ++j) {
+        const float2 bases =
+            *reinterpret_cast<const float2*>(&shared.bases[stage][8 * j + lane % 4 * 2]);
 #pragma unroll
-      for (int k = 0; k < kWidth; k += 16) {
-        unsigned keys[kCount][4], queries[kQueries / 16][4];
-        load_left<kWidth>(keys, shared.K, warp_key, k);
-        load_right_transposed<kWidth>(queries, stage.Q, k, 0);
-        add_product<T>(P, keys, queries);
-      }
+        for (int e = 0; e < 2; ++e) {
+          const float base = e == 0 ? bases.x : bases.y;
 #pragma unroll
-      for (int k = 0; k < kWidth; k += 16) {
-        unsigned values[kCount][4], d_out[kQueries / 16][4];
-        load_left<kWidth>(values, shared.V, warp_key, k);
-        load_right_transposed<kWidth>(d_out, stage.d_out, k, 0);
-        add_product<T>(dS, values, d_out);
+          for (int r = 0; r < 2 * kCount; ++r) {  // the lane's keys, 8 apart
+            float& p = own[r / 2][j][r % 2 * 2 + e];
+            p = exp2_approximate(fmaf(p, scale, -base));
+          }
+        }
       }
-
-      // From logits and dP to P and dS.
+      if (masked) {
+#pragma unroll
+        for (int j = 0; j < kQueries / 8; ++j) {
+#pragma unroll
+          for (int e = 0; e < 2; ++e) {
+            const int q = 8 * j + lane % 4 * 2 + e;
+            const int own_limit = in.limit(query + q) - key0 - warp_key - lane / 4;
+#pragma unroll
+            for (int r = 0; r < 2 * kCount; ++r) {
+              if (8 * r >= own_limit) own[r / 2][j][r % 2 * 2 + e] = 0;
+            }
+          }
+        }
+      }
+    }
+    if (step + 1 < count) store_number(ahead, 1 - stage);
+    __syncthreads();                             // dS of the step before has been read
+    unsigned rounded[kQueries / 8][2 * kCount];  // P^T, or dS^T
+    if (!is_second) {
 #pragma unroll
       for (int j = 0; j < kQueries / 8; ++j) {
 #pragma unroll
-        for (int e = 0; e < 2; ++e) {
-          const int q = 8 * j + lane % 4 * 2 + e;
-          const float log_sum = stage.log_sums[q], row_sum = stage.row_sums[q];
-          const float base = base_of(log_sum);
-          const int own_limit = in.limit(query + q) - key0 - warp_key - lane / 4;
+        for (int r = 0; r < 2 * kCount; ++r) {
+          rounded[j][r] = pack2<T>(own[r / 2][j][r % 2 * 2], own[r / 2][j][r % 2 * 2 + 1]);
+          *pair_in<kQueries>(shared.dS, warp_key, 0, r, j) = rounded[j][r];
+        }
+      }
+      named_barrier(1 + pair, 64);
+    } else {
+      named_barrier(1 + pair, 64);  // the pair's P^T is there
 #pragma unroll
-          for (int r = 0; r < 2 * kCount; ++r) {  // the lane's keys, 8 apart
-            float &p = P[r / 2][j][r % 2 * 2 + e], &ds = dS[r / 2][j][r % 2 * 2 + e];
-            p = exp2_approximate(fmaf(p, scale, -base));
-            if (masked && 8 * r >= own_limit) p = 0;
-            ds = p * (ds - row_sum);
+      for (int k = 0; k < kQueries; k += 16) {
+        unsigned p[kCount][4];  // P^T as a left factor
+        load_left<kQueries>(p, shared.dS, warp_key, k);
+#pragma unroll
+        for (int half = 0; half < 2; ++half) {
+          const int j = k / 8 + half;
+          const float2 row_sums =
+              *reinterpret_cast<const float2*>(&shared.row_sums[stage][8 * j + lane % 4 * 2]);
+#pragma unroll
+          for (int r = 0; r < 2 * kCount; ++r) {
+            const T(&two)[2] = reinterpret_cast<const T(&)[2]>(p[r / 2][2 * half + r % 2]);
+            const float* const dP = &own[r / 2][j][r % 2 * 2];
+            rounded[j][r] = pack2<T>(static_cast<float>(two[0]) * (dP[0] - row_sums.x),
+                                     static_cast<float>(two[1]) * (dP[1] - row_sums.y));
+          }
+        }
+        __syncwarp();  // the warp has P^T of these queries
+#pragma unroll
+        for (int j = k / 8; j < k / 8 + 2; ++j) {
+#pragma unroll
+          for (int r = 0; r < 2 * kCount; ++r) {
+            *pair_in<kQueries>(shared.dS, warp_key, 0, r, j) = rounded[j][r];
           }
         }
       }
-
-      to_tile<kQueries>(shared.dS, warp_key, 0, dS);
+    }
 #pragma unroll
-      for (int k = 0; k < kQueries; k += 16) {
-        unsigned left[kCount][4], right[kWidth / 16][4];
-        to_left<T>(left, P, k);
-        load_right<kWidth>(right, stage.d_out, k, 0);
-        add_product<T>(dV, left, right);
-        to_left<T>(left, dS, k);
-        load_right<kWidth>(right, stage.Q, k, 0);
-        add_product<T>(dK, left, right);
-      }
-    }
-
-    __syncthreads();  // all of dS^T is there
-    constexpr int kCols = kWidth / Tile::kWarps;
-    float dQ[kQueries / 16][kCols / 8][4] = {};
+    for (int k = 0; k < kQueries; k += 16) {
+      unsigned left[kCount][4];
 #pragma unroll
-    for (int k = 0; k < kKeys; k += 16) {
-      unsigned left[kQueries / 16][4], keys[kCols / 16][4];
-      load_left_transposed<kQueries>(left, shared.dS, 0, k);
-      load_right<kWidth>(keys, shared.K, k, warp * kCols);
-      add_product<T>(dQ, left, keys);
-    }
-    if constexpr (kInOrder) {
-      if (threadIdx.x == 0) {
-        wait_for_count(count_of(step), static_cast<unsigned>(place.key_tile),
-                       "the parts of dQ of the keys before");
+      for (int i = 0; i < 4 * kCount; ++i) {
+        left[i / 4][i % 4] = rounded[k / 8 + i / 2 % 2][i / 4 * 2 + i % 2];
       }
-      __syncthreads();
-    }
-    for_pairs(dQ, query, warp * kCols, in.queries, in.width, [&](int row, int col, float2 pair) {
-      const int64_t of_sums = (batch * in.queries + row) * in.heads + head_of(step);
-      float* const to = in.dq_sums + of_sums * kWidth + col;
-      atomicAdd(to, pair.x);
-      atomicAdd(to + 1, pair.y);
-    });
-    if constexpr (kInOrder) {
-      __syncthreads();
-      if (threadIdx.x == 0) count_of(step).fetch_add(1, cuda::memory_order_release);
+#pragma unroll
+      for (int col = 0; col < kWidth; col += 64) {
+        unsigned right[4][4];
+        load_right<kWidth>(right, is_second ? Q : d_out, k, col);
+#pragma unroll
+        for (int m = 0; m < kCount; ++m) {
+#pragma unroll
+          for (int j = 0; j < 8; ++j) {
+            mma_m16n8k16<T>(gradients[m][col / 8 + j], left[m], right[j / 2][j % 2 * 2],
+                            right[j / 2][j % 2 * 2 + 1]);
+          }
+        }
+      }
     }
   }
 
   __syncthreads();  // K and V have been read: results take their place
   const int own0 = key0 + warp_key, there = in.keys - own0;
-  T* const to_dV = in.dV + batch * in.dv.batch + place.kv_head * in.dv.head + own0 * in.dv.row;
-  T* const to_dK = in.dK + batch * in.dk.batch + place.kv_head * in.dk.head + own0 * in.dk.row;
-  if constexpr (Tile::kInPairs) {
-    if (warp % 2 == 1) {
-      store_keys<Tile>(shared.K, warp_key, dV, in.scale, to_dK, in.dk.row, there, in.width);
-      return;
-    }
-  }
-  store_keys<Tile>(shared.V, warp_key, dV, 1, to_dV, in.dv.row, there, in.width);
-  if constexpr (!Tile::kInPairs) {
-    store_keys<Tile>(shared.K, warp_key, dK, in.scale, to_dK, in.dk.row, there, in.width);
+  if (is_second) {
+    T* const to = in.dK + batch * in.dk.batch + place.kv_head * in.dk.head + own0 * in.dk.row;
+    store_keys<Tile>(shared.K, warp_key, gradients, in.scale, to, in.dk.row, there, in.width);
+  } else {
+    T* const to = in.dV + batch * in.dv.batch + place.kv_head * in.dv.head + own0 * in.dv.row;
+    store_keys<Tile>(shared.V, warp_key, gradients, 1, to, in.dv.row, there, in.width);
   }
 }
 
