@@ -678,6 +678,9 @@ struct MatrixProduct {
       out.wait();  // while the last products are on their way
     }
     __device__ void store(Sum& sum) const {
+      if constexpr (Tile::kConsumers == 1 && requires { work.epilogue.apart; }) {
+        if (work.epilogue.apart > 0) return leave_slice(sum);
+      }
       if (piece.begin > 0 || piece.end < work.schedule.steps) {
         const Handover handover{work.exchange, consumer, grid.rank * kConsumers + consumer,
                                 Tile::kBlocks * kConsumers, shared.ended[consumer]};
@@ -693,6 +696,16 @@ struct MatrixProduct {
                     out);
     }
     __device__ void end() const { out.wait(); }
+
+   private:
+    /// Of the clusters that share a tile in equal slices, the n-th one has the n-th slice.
+    __device__ void leave_slice(const Sum& sum) const {
+      const Schedule<Tile>& all = work.schedule;
+      auto store = work.epilogue.sums;
+      store.to.data += grid.cluster % (all.clusters / all.tiles) * work.epilogue.apart;
+      const auto at = all.place(piece.tile, grid.stack, grid.side);
+      store(sum, at.row + Tile::row_of(consumer), at.col + Tile::col_of(consumer), out);
+    }
 
    protected:
     const MatrixProduct& work;
