@@ -921,7 +921,6 @@ __device__ __forceinline__ void bring_pieces(StayShared<T, kWidth>& shared, cons
     const Piece piece = scheduler.template piece<kWidth>(in, number);
     shared.pieces[rows.wait()] = piece;
     if (piece.tiles < 0) break;
-    number = gridDim.x + atomicAdd(scheduler.next, 1u);
     rows.put(sizeof shared.q[0], [&](int stage, Barrier* arrived) {
 #pragma unroll
       for (int box = 0; box < Tile::kBoxes; ++box) {
@@ -936,6 +935,9 @@ __device__ __forceinline__ void bring_pieces(StayShared<T, kWidth>& shared, cons
       put(maps.V, piece, tile);
     }
     before = piece;
+    // Not sooner: a block with a long work tile would take another one that a block with a short
+    // one could begin first.
+    number = gridDim.x + atomicAdd(scheduler.next, 1u);
   }
   put(maps.V, before, 0);
   rows.put(0, [](int, Barrier*) {});  // no more work

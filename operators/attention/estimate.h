@@ -44,9 +44,11 @@ constexpr const TileCost& cost_of(int rows, int keys, int width, int by_wgmma) {
 
 inline constexpr double kFirstPiece = 4.25;  ///< microseconds: the first loads, the last stores
 inline constexpr double kMaskCycles = 700;   ///< of a piece that the causal mask cuts
-inline constexpr double kUnevenEnd = 0.3;    ///< of the longest piece: until the last block ends
-inline constexpr double kAlone = 0.5;        ///< of its time a block saves with none beside it
-inline constexpr double kBytesOfOne = 22;    ///< from memory, that a multiprocessor gets in a cycle
+inline constexpr double kUnevenEnd = 0.1;    ///< of the longest piece: until the last block ends
+inline constexpr double kLastRound = 0.5;    ///< and of what the last round lacks, in short pieces
+inline constexpr double kPartsInRounds = 1.25;  ///< times as long take parts with a mask, in rounds
+inline constexpr double kAlone = 0.5;           ///< of its time a block saves with none beside it
+inline constexpr double kBytesOfOne = 22;  ///< from memory, that a multiprocessor gets in a cycle
 inline constexpr double kMerge = 3, kMergePart = 0.02;  ///< microseconds; of each part
 inline constexpr double kMergeTraffic = 1.8;  ///< that partial results are written and read
 

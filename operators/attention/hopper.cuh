@@ -182,7 +182,12 @@ __device__ __forceinline__ void bring(AttentionShared<Tile>& shared, const Atten
     const AttentionWork work = work_of<Tile>(schedule, in, number);
     shared.work[rows.wait()] = work;
     if (work.end < 0) break;
-    number = schedule.next ? gridDim.x + atomicAdd(schedule.next, 1u) : schedule.total;
+    // The next piece is taken late, so that a block with a long piece does not take another one that
+    // a block with a short piece would begin sooner.
+    const auto take_next = [&] {
+      number = schedule.next ? gridDim.x + atomicAdd(schedule.next, 1u) : schedule.total;
+    };
+    if (work.end - work.first == 1) take_next();
     rows.put(sizeof shared.q[0], [&](int stage, Barrier* arrived) {
 #pragma unroll
       for (int box = 0; box < Tile::kBoxes; ++box) {
@@ -194,6 +199,7 @@ __device__ __forceinline__ void bring(AttentionShared<Tile>& shared, const Atten
     put(maps.K, work, work.end - 1);
     if (!first) put(maps.V, before, before.first);
     for (int tile = work.end - 1; tile > work.first; --tile) {
+      if (tile == work.first + 1) take_next();
       put(maps.K, work, tile - 1);
       put(maps.V, work, tile);
     }

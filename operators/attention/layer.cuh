@@ -116,15 +116,16 @@ struct AttentionLaunches {
     if constexpr (Tile::kSplit) merge<Tile::kWidth>(plan);
   }
 
-  /// Which heads are walked together. Without a mask all pieces of work are equally long, and heads
-  /// come one after the other: so each K and V is read from memory once, and memory is read evenly.
+  /// Which heads are walked together. Without a mask all pieces of work are equally long, and nearly
+  /// so where there are many more keys than queries. Then heads come one after the other: so each K
+  /// and V is read from memory once, and memory is read evenly.
   /// With a causal mask the long pieces of a section come first. Only at the end does it matter
   /// that blocks end together. So sections have a quarter of the pieces that are computed at a
   /// time, and the last one has many: as many as half of the L2 cache has room for K and V of.
   void divide_heads(AttentionSchedule& schedule, int64_t blocks) const {
     schedule.section = 1;
     schedule.sections = schedule.heads;
-    if (!shape_.causal) return;
+    if (!shape_.causal || 4 * shape_.queries <= shape_.keys) return;
     const int64_t cached = (int64_t{24} << 20) / (4 * shape_.keys * shape_.width);
     const int64_t fit = std::max<int64_t>(1, cached) * (shape_.group() / schedule.pack);
     const int64_t at_once = ceil_div(blocks, int64_t{schedule.row_tiles} * schedule.parts);
@@ -267,8 +268,9 @@ class Attention : AttentionLaunches<T> {
   }
 
   /// How long it should take. Without a mask all pieces of work are equally long, and come in
-  /// rounds. With one they differ, the longest come first, and blocks do not quite end together. Or
-  /// what memory takes, if that is more: a multiprocessor alone does not get all of its rate.
+  /// rounds. With one they differ, the longest come first, and blocks do not quite end together: the
+  /// worse, the longer the last pieces are. Or what memory takes, if that is more: a multiprocessor
+  /// alone does not get all of its rate.
   double microseconds(const TileCost& of, const Plan& plan) const {
     const double queries = static_cast<double>(shape_.queries), keys = of.keys;
     const double all_keys = static_cast<double>(shape_.keys);
@@ -287,8 +289,15 @@ class Attention : AttentionLaunches<T> {
       const double seeing = std::min(queries, all_keys), share = seeing / queries;
       const double tiles = (all_keys - seeing / 2) / keys + 0.5 + 0.5 * of.rows / plan.pack / keys;
       const double steps = std::max(pieces, row_tiles * heads * (share * tiles + 1 - share)) * step;
-      arithmetic = std::max(
-          longest, (steps + pieces * piece) / on + (pieces > slots ? kUnevenEnd * longest : 0));
+      arithmetic = std::max(longest, (steps + pieces * piece) / on);
+      if (pieces > slots) {
+        const double shortest =
+            std::max(all_keys - queries, 0.0) / keys / plan.parts * step + piece;
+        const double lacks = std::ceil(pieces / slots) - pieces / slots;
+        const double uneven = kUnevenEnd * longest + kLastRound * lacks * shortest;
+        arithmetic = std::max(longest, (steps + pieces * piece) / on + uneven);
+        if (plan.parts > 1) arithmetic *= kPartsInRounds;
+      }
     }
     const double memory = shape_.bytes() / std::min(memory_rate(), on * kBytesOfOne * cycles());
     double merge = 0;

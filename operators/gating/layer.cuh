@@ -211,12 +211,8 @@ class GatedProduct {
          b2 ? b2 : weights, b1 != nullptr, b2 != nullptr, memory_.gate},
         Schedule<Tile>(shape_, plan.clusters, plan.shares),
         exchange_.template in_step<T>(shape_, plan.shares)};
-    const RowCopies<T, 3> copies{x_.job(), W1_.job(), W2_.job()};
-    const bool copied = copies.blocks().x > 0;
+    const bool copied = launch_align_rows<T, 3>({x_.job(), W1_.job(), W2_.job()}, caller_.stream);
     const bool early = copied || work.exchange.ended;  // after copies, or zeros
-    if (copied) {
-      align_rows<T, 3><<<copies.blocks(), kCopyThreads, 0, caller_.stream>>>(copies);
-    }
     allow_shared_bytes(operators::product::product<Work>, kBytes);
     launch_clusters_on(caller_.stream, operators::product::product<Work>, 1, early,
                        plan.clusters * Tile::kBlocks, Tile::kThreads, kBytes, work);

@@ -43,10 +43,7 @@ struct PairOperands {
 
   /// Launches the kernel that copies, if there is something to copy. Returns whether.
   bool align() const {
-    const RowCopies<T, 4> copies{x.job(), y.job(), W1.job(), W2.job()};
-    if (copies.blocks().x == 0) return false;
-    align_rows<T, 4><<<copies.blocks(), kCopyThreads, 0, caller.stream>>>(copies);
-    return true;
+    return launch_align_rows<T, 4>({x.job(), y.job(), W1.job(), W2.job()}, caller.stream);
   }
   /// Microseconds of that.
   double aligning() const {

@@ -16,6 +16,7 @@
 #include "operators/device_facts.h"
 #include "operators/estimate.h"
 #include "operators/product/estimate.h"
+#include "operators/product/layouts/aligned_rows.cuh"
 #include "operators/product/product.cuh"
 #include "operators/product/sliced.cuh"
 #include "primitives/launch.h"
@@ -24,96 +25,6 @@ namespace operators::product {
 
 using namespace primitives;
 using operators::Caller, operators::Memory;
-
-/// What align_rows copies: `rows` rows, `cols` wide and dense, into rows of `stride` elements, a
-/// multiple of 8.
-template <typename T>
-struct RowCopy {
-  const T* from;
-  T* to;
-  int rows, cols, stride;
-};
-inline constexpr int kCopyThreads = 256;
-/// A thread copies so many pieces of 8 elements at a time, kCopyThreads pieces apart. Of 4-byte
-/// elements it is one: with four, products with copies took twice the time.
-template <typename T>
-inline constexpr int kCopiesAtOnce = sizeof(T) == 2 ? 4 : 1;
-template <typename T, int kCount>
-struct RowCopies {
-  RowCopy<T> of[kCount];
-
-  /// Of a launch: enough for the copy with the most pieces.
-  dim3 blocks() const {
-    int64_t pieces = 0;
-    for (const RowCopy<T>& copy : of) {
-      pieces = std::max(pieces, int64_t{copy.rows} * (copy.stride / 8));
-    }
-    const int64_t blocks = ceil_div(pieces, int64_t{kCopyThreads} * kCopiesAtOnce<T>);
-    return dim3(static_cast<unsigned>(std::min<int64_t>(8192, blocks)), kCount);
-  }
-};
-
-/// 8 neighbours, kWidth of them a load, of which `left` exist; zeros for the others.
-template <int kWidth, typename T>
-__device__ void load_eight(T (&eight)[8], const T* from, int left) {
-#pragma unroll
-  for (int i = 0; i < 8; i += kWidth) {
-    Neighbours<T, kWidth> pack = {};
-    if (i < left) pack = *reinterpret_cast<const Neighbours<T, kWidth>*>(from + i);
-#pragma unroll
-    for (int j = 0; j < kWidth; ++j) eight[i + j] = pack.values[j];
-  }
-}
-
-/// Copies rows of matrices, blockIdx.y being which. What is beyond `cols` becomes 0. To be launched
-/// as usual, not early: it does not wait for the kernel before it.
-template <typename T, int kCount>
-__global__ void __launch_bounds__(kCopyThreads)
-    align_rows(const __grid_constant__ RowCopies<T, kCount> copies) {
-  constexpr int kAccess = 16 / sizeof(T);
-  start_next_kernel();
-  const RowCopy<T>& copy = copies.of[blockIdx.y];
-  // Pieces are counted along the rows, one row after another, so that all threads have some.
-  const int across = copy.stride / 8;
-  const int64_t pieces = int64_t{copy.rows} * across;
-  const auto row_of = [&](int64_t piece) {
-    // 64 bits are divided ten times as slowly, and few matrices need them.
-    if (pieces <= UINT32_MAX) {
-      return static_cast<int64_t>(static_cast<uint32_t>(piece) / static_cast<uint32_t>(across));
-    }
-    return piece / across;
-  };
-  constexpr int kAtOnce = kCopiesAtOnce<T>, kOfBlock = kCopyThreads * kAtOnce;
-  for (int64_t first = int64_t{blockIdx.x} * kOfBlock + threadIdx.x; first < pieces;
-       first += int64_t{gridDim.x} * kOfBlock) {
-    alignas(16) T eight[kAtOnce][8];
-#pragma unroll
-    for (int i = 0; i < kAtOnce; ++i) {
-      const int64_t piece = first + i * kCopyThreads, row = row_of(piece);
-      const int col = static_cast<int>(piece - row * across) * 8;
-      const int left = piece < pieces ? copy.cols - col : 0;
-      const T* from = copy.from + row * copy.cols + col;
-      if (copy.cols % 4 == 0) {
-        load_eight<4>(eight[i], from, left);
-      } else if (copy.cols % 2 == 0) {
-        load_eight<2>(eight[i], from, left);
-      } else {
-        load_eight<1>(eight[i], from, left);
-      }
-    }
-    // Rows of the copy lie one behind the other.
-#pragma unroll
-    for (int i = 0; i < kAtOnce; ++i) {
-      const int64_t piece = first + i * kCopyThreads;
-      if (piece >= pieces) break;
-#pragma unroll
-      for (int j = 0; j < 8; j += kAccess) {
-        *reinterpret_cast<uint4*>(copy.to + 8 * piece + j) =
-            *reinterpret_cast<const uint4*>(eight[i] + j);
-      }
-    }
-  }
-}
 
 /// A matrix (rows x cols) as the copy engine can follow it. Where its rows are dense, but not
 /// aligned to 16 bytes, it needs a copy, which align_rows makes in each launch: then `copied`.
@@ -239,9 +150,7 @@ template <class Work, typename T>
 void launch_product(const Work& work, const RowCopies<T, 2>& copies, cudaStream_t stream) {
   using Tile = typename Work::Tile;
   constexpr size_t kBytes = sizeof(typename Work::Shared);
-  if (copies.of[0].rows > 0 || copies.of[1].rows > 0) {
-    align_rows<T, 2><<<copies.blocks(), kCopyThreads, 0, stream>>>(copies);
-  }
+  launch_align_rows<T, 2>(copies, stream);
   allow_shared_bytes(product<Work>, kBytes);
   // Early, whatever runs before: the kernel reads and writes after wait_for_previous_kernel() only.
   launch_clusters_on(stream, product<Work>, 1, true, work.schedule.clusters * Tile::kBlocks,

@@ -12,6 +12,7 @@
 
 #include "operators/caller.h"
 #include "operators/estimate.h"
+#include "operators/product/layouts/aligned_rows.cuh"
 #include "operators/softmax/rows.cuh"
 #include "primitives/early_launch.cuh"
 #include "primitives/launch.h"
@@ -202,47 +203,35 @@ inline Product half_fused(const Layer& layer, Kernels kind, AnyKernel kernel, in
   return product;
 }
 
-// Copies rows of `cols` floats into rows that are `stride` floats apart, as the copy engine needs
-// them. A block copies a row.
-template <int kThreads>
-__global__ void align_rows(const float* from, float* to, int cols, int64_t stride) {
-  start_next_kernel();
-  wait_for_previous_kernel();
-  constexpr int kAtOnce = 4;  // loads under way: the compiler must not move one before a store
-  from += static_cast<size_t>(blockIdx.x) * cols, to += blockIdx.x * stride;
-  for (int c = threadIdx.x; c < cols; c += kAtOnce * kThreads) {
-    float v[kAtOnce];
-#pragma unroll
-    for (int i = 0; i < kAtOnce; ++i) {
-      if (c + i * kThreads < cols) v[i] = from[c + i * kThreads];
-    }
-#pragma unroll
-    for (int i = 0; i < kAtOnce; ++i) {
-      if (c + i * kThreads < cols) to[c + i * kThreads] = v[i];
-    }
-  }
-}
-
 // Returns the layer with x, W or both in rows that begin at multiples of 16 bytes, and a launch
 // that copies them there. The launch is empty if nothing has to be copied. Its time counts for the
 // products that use the copies.
 inline std::pair<Layer, std::function<void()>> with_aligned_rows(const Layer& layer, bool of_x,
                                                                  bool of_W) {
+  struct Copy {
+    Memory<float> from, to;
+    int rows, cols, stride;
+  };
   Layer aligned = layer;
-  std::function<void()> launch;
+  std::vector<Copy> copies;
   const auto align = [&](Memory<float>& matrix, int64_t& stride, int rows, int cols) {
     if (cols % 4 == 0) return;
     stride = blocks_for(cols, 4) * 4;
-    const auto from = matrix, to = layer.caller.workspace.zeros<float>(rows * stride);
-    launch = [=, before = launch, stride = stride] {
-      if (before) before();
-      layer.launch(align_rows<256>, rows, 256, 0, from.data(), to.data(), cols, stride);
-    };
+    const auto to = layer.caller.workspace.any<float>(rows * stride);
+    copies.push_back({matrix, to, rows, cols, static_cast<int>(stride)});
     matrix = to;
   };
   if (of_x) align(aligned.x, aligned.x_stride, layer.B, layer.D);
   if (of_W) align(aligned.W, aligned.W_stride, layer.D, layer.C);
-  return {aligned, launch};
+  if (copies.empty()) return {aligned, nullptr};
+  return {aligned, [copies, caller = layer.caller] {
+            product::RowCopies<float, 2> rows = {};
+            for (size_t i = 0; i < copies.size(); ++i) {
+              const Copy& copy = copies[i];
+              rows.of[i] = {copy.from, copy.to, copy.rows, copy.cols, copy.stride};
+            }
+            product::launch_align_rows<float, 2>(rows, caller.stream, caller.alone);
+          }};
 }
 
 // A plan: how a product is made, whether x or W has to be copied into aligned rows first, and how

@@ -124,10 +124,7 @@ class MmaWays {
   template <class Tile>
   static void launch(const Launch& of, const MmaPlan& plan, const Exchange& exchange,
                      cudaStream_t stream) {
-    if (of.rows_to_copy.blocks().x > 0) {
-      align_rows<T, 1 + kFactors>
-          <<<of.rows_to_copy.blocks(), kCopyThreads, 0, stream>>>(of.rows_to_copy);
-    }
+    launch_align_rows<T, 1 + kFactors>(of.rows_to_copy, stream);
     const auto kernel = mma_product<Tile, T, kFactors, Epilogue>;
     allow_shared_bytes(kernel, Tile::kSharedBytes);
     const int64_t items = plan.tiles * plan.slices;
