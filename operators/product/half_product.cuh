@@ -22,6 +22,9 @@
 //     have equally many steps. One that begins inside a tile hands its sum to one that ends there.
 //   - At 512 x 512 with a depth of 16384 there are 16 tiles of 128 x 128. So the steps of each are
 //     cut into slices, for the blocks of a cluster or for several clusters (sliced.cuh).
+//   - At 135 x 480 with a depth of 11824 the last cluster of a tile would add up many sums alone.
+//     So each slice leaves its sums, and a second launch adds them up. Tiles have 64 columns and up
+//     to 200 rows, since the L2 cache sets the time: a cluster fetches each row of A once.
 //   - With few rows the time is that of reading B. Each element of B is wanted once, so the L2
 //     cache is told not to keep it (OneRow). It then keeps what others have written there; to write
 //     that to memory would take a part of this product's time.
@@ -125,7 +128,7 @@ class HalfProduct {
                  OneRow<Tiles<T, 64, 128, 2, 1, 2>>, OneRow<TransposedTiles<T, 32, 128, 1, 1>>>;
 
   // For few rows or columns, and a long k: these may also come in slices that finish_slices adds
-  // up. Of a cluster's eight tiles two or four share each tile of B, and four or two each of A.
+  // up. The blocks of a cluster share A; of eight blocks two or four share each tile of B, too.
   using NarrowTiles = TileChoice<
       TransposedTiles<T, 200, 64, 1, 4>, TransposedTiles<T, 160, 64, 1, 4>,
       InTurn<TransposedTiles<T, 144, 64, 1, 4>>, InTurn<TransposedTiles<T, 120, 64, 1, 4>>,
