@@ -79,6 +79,7 @@ class HalfProduct {
       offer_slices<Tiles<T, 128, 128, 2, 2, 2>, 2>(ways, self);
       offer_slices<Tiles<T, 64, 192, 4, 1, 2>, 2>(ways, self);
       offer_slices<Tiles<T, 64, 128, 4, 1, 2>, 2>(ways, self);
+      offer_slices<Tiles<T, 64, 64, 1, 1, 1>, 8>(ways, self);
       offer_slices<OneRow<Tiles<T, 64, 64, 1, 1, 1>>, 4>(ways, self);
       offer_added(ways, self, NarrowTiles());
       offer_gathered<Gathers::left>(ways, self);
@@ -118,8 +119,9 @@ class HalfProduct {
                  TransposedTiles<T, 160, 192, 2, 1>, TransposedTiles<T, 232, 128, 1, 2>,
                  TransposedTiles<T, 208, 128, 1, 2>, TransposedTiles<T, 208, 128, 1, 4>,
                  TransposedTiles<T, 184, 128, 1, 2>, TransposedTiles<T, 176, 128, 1, 4>,
-                 TransposedTiles<T, 168, 128, 2, 1>, TransposedTiles<T, 112, 192, 2, 1>,
-                 TransposedTiles<T, 96, 192, 2, 1>, TransposedTiles<T, 144, 128, 2, 2>,
+                 TransposedTiles<T, 168, 128, 1, 2>, TransposedTiles<T, 168, 128, 2, 1>,
+                 TransposedTiles<T, 112, 192, 2, 1>, TransposedTiles<T, 96, 192, 2, 1>,
+                 TransposedTiles<T, 144, 128, 2, 2>, TransposedTiles<T, 136, 128, 1, 2>,
                  TransposedTiles<T, 136, 128, 1, 4>, TransposedTiles<T, 120, 128, 2, 1>,
                  TransposedTiles<T, 112, 128, 4, 2>, TransposedTiles<T, 104, 128, 4, 2>,
                  TransposedTiles<T, 96, 128, 2, 2>, TransposedTiles<T, 128, 128, 4, 2>,
