@@ -22,6 +22,9 @@
 //     have equally many steps. One that begins inside a tile hands its sum to one that ends there.
 //   - At 512 x 512 with a depth of 16384 there are 16 tiles of 128 x 128. So the steps of each are
 //     cut into slices, for the blocks of a cluster or for several clusters (sliced.cuh).
+//   - At 135 x 480 with a depth of 11824 the last cluster of a tile would add up many sums alone.
+//     So each slice leaves its sums, and a second launch adds them up. Tiles have 64 columns and up
+//     to 200 rows, since the L2 cache sets the time: a cluster fetches each row of A once.
 //   - With few rows the time is that of reading B. Each element of B is wanted once, so the L2
 //     cache is told not to keep it (OneRow). It then keeps what others have written there; to write
 //     that to memory would take a part of this product's time.
@@ -68,17 +71,17 @@ class HalfProduct {
     Ways ways(caller_.search);
     const auto self = std::make_shared<const HalfProduct>(*this);
     using Choice = std::conditional_t<kSums, FewTiles, ManyTiles>;
-    Choice::template offer<Epilogue>(ways, exchange_, shape_, A_.stride, B_.stride, c_rows(), self,
-                                     c_stride_ != 0, copies(A_.copied, B_.copied));
+    offer<Choice>(ways, self);
     if constexpr (kSums) {
       offer_slices<Tiles<T, 64, 128, 1, 1, 2>, 4>(ways, self);
     } else {
+      offer<NarrowTiles>(ways, self);
       offer_slices<Tiles<T, 128, 128, 2, 2, 2>, 2>(ways, self);
       offer_slices<Tiles<T, 64, 192, 4, 1, 2>, 2>(ways, self);
-      offer_slices<Tiles<T, 64, 128, 2, 1, 2>, 2>(ways, self);
       offer_slices<Tiles<T, 64, 128, 4, 1, 2>, 2>(ways, self);
       offer_slices<Tiles<T, 64, 64, 1, 1, 1>, 8>(ways, self);
       offer_slices<OneRow<Tiles<T, 64, 64, 1, 1, 1>>, 4>(ways, self);
+      offer_added(ways, self, NarrowTiles());
       offer_gathered<Gathers::left>(ways, self);
       offer_gathered<Gathers::right>(ways, self);
     }
@@ -114,19 +117,26 @@ class HalfProduct {
                  TransposedTiles<T, 152, 256, 1, 2>, TransposedTiles<T, 176, 192, 2, 1>,
                  TransposedTiles<T, 256, 128, 1, 2>, TransposedTiles<T, 240, 128, 1, 2>,
                  TransposedTiles<T, 160, 192, 2, 1>, TransposedTiles<T, 232, 128, 1, 2>,
-                 TransposedTiles<T, 208, 128, 1, 2>, TransposedTiles<T, 184, 128, 1, 2>,
-                 TransposedTiles<T, 176, 128, 1, 4>, TransposedTiles<T, 168, 128, 1, 2>,
-                 TransposedTiles<T, 168, 128, 2, 1>, TransposedTiles<T, 112, 192, 2, 1>,
-                 TransposedTiles<T, 96, 192, 2, 1>, TransposedTiles<T, 144, 128, 2, 2>,
-                 TransposedTiles<T, 136, 128, 1, 2>, TransposedTiles<T, 136, 128, 1, 4>,
-                 TransposedTiles<T, 120, 128, 2, 1>, TransposedTiles<T, 112, 128, 4, 2>,
-                 TransposedTiles<T, 104, 128, 4, 2>, TransposedTiles<T, 96, 128, 2, 2>,
-                 TransposedTiles<T, 128, 128, 4, 2>, TransposedTiles<T, 88, 128, 4, 1>,
-                 TransposedTiles<T, 80, 128, 2, 1>, TransposedTiles<T, 80, 128, 4, 2>,
-                 TransposedTiles<T, 72, 128, 2, 4>, InTurn<TransposedTiles<T, 104, 64, 1, 4>>,
-                 InTurn<TransposedTiles<T, 88, 64, 1, 4>>, InTurn<TransposedTiles<T, 72, 64, 1, 4>>,
+                 TransposedTiles<T, 208, 128, 1, 2>, TransposedTiles<T, 208, 128, 1, 4>,
+                 TransposedTiles<T, 184, 128, 1, 2>, TransposedTiles<T, 176, 128, 1, 4>,
+                 TransposedTiles<T, 168, 128, 1, 2>, TransposedTiles<T, 168, 128, 2, 1>,
+                 TransposedTiles<T, 112, 192, 2, 1>, TransposedTiles<T, 96, 192, 2, 1>,
+                 TransposedTiles<T, 144, 128, 2, 2>, TransposedTiles<T, 136, 128, 1, 2>,
+                 TransposedTiles<T, 136, 128, 1, 4>, TransposedTiles<T, 120, 128, 2, 1>,
+                 TransposedTiles<T, 112, 128, 4, 2>, TransposedTiles<T, 104, 128, 4, 2>,
+                 TransposedTiles<T, 96, 128, 2, 2>, TransposedTiles<T, 128, 128, 4, 2>,
+                 TransposedTiles<T, 88, 128, 4, 1>, TransposedTiles<T, 80, 128, 2, 1>,
                  TransposedTiles<T, 56, 64, 4, 1>, TransposedTiles<T, 48, 64, 2, 1>,
                  OneRow<Tiles<T, 64, 128, 2, 1, 2>>, OneRow<TransposedTiles<T, 32, 128, 1, 1>>>;
+
+  // For few rows or columns, and a long k: these may also come in slices that finish_slices adds
+  // up. The blocks of a cluster share A; of eight blocks two or four share each tile of B, too.
+  using NarrowTiles = TileChoice<
+      TransposedTiles<T, 200, 64, 1, 4>, TransposedTiles<T, 160, 64, 1, 4>,
+      InTurn<TransposedTiles<T, 144, 64, 1, 4>>, InTurn<TransposedTiles<T, 120, 64, 1, 4>>,
+      InTurn<TransposedTiles<T, 112, 64, 2, 4>>, InTurn<TransposedTiles<T, 104, 64, 1, 4>>,
+      InTurn<TransposedTiles<T, 96, 64, 1, 4>>, InTurn<TransposedTiles<T, 96, 64, 4, 2>>,
+      InTurn<TransposedTiles<T, 88, 64, 1, 4>>, InTurn<TransposedTiles<T, 80, 64, 1, 4>>>;
 
   // Of sums in fp32: each of these is a kernel more to compile, for large shapes, for small ones
   // and for few rows.
@@ -137,7 +147,7 @@ class HalfProduct {
                  OneRow<TransposedTiles<T, 32, 128, 1, 1>>, OneRow<Tiles<T, 64, 128, 2, 1, 2>>>;
 
   static constexpr bool kSums = !std::is_same_v<T, Out>;
-  using Epilogue = std::conditional_t<kSums, StoreSums<T>, StoreRounded<T>>;
+  using Epilogue = std::conditional_t<kSums, StoreSums<T>, StoreRoundedOrSlices<T>>;
 
   /// How far the rows of C are apart, in elements of T.
   int64_t c_rows() const {
@@ -159,12 +169,13 @@ class HalfProduct {
     if constexpr (kSums) {
       return {{C_, shape_.rows, shape_.cols}};
     } else {
-      return rounded_to<T>(C_, shape_.rows, shape_.cols, Tile::kOutRows, c_stride_);
+      return {rounded_to<T>(C_, shape_.rows, shape_.cols, Tile::kOutRows, c_stride_)};
     }
   }
 
   template <class Tile, int kGrids = 1>
   Whole<Tile, kGrids> work(const Schedule<Tile>& schedule, const Exchange& exchange) const {
+    static_assert(sizeof(ProductShared<Tile>) <= 227 << 10, "no block would fit");
     return {
         {{A_.map(Tile::kRowsA)}}, {{B_.map(Tile::kRowsB)}}, epilogue<Tile>(), schedule, exchange};
   }
@@ -172,6 +183,13 @@ class HalfProduct {
   template <class Work>
   void launch(const Work& work) const {
     launch_product(work, A_, B_, caller_.stream);
+  }
+
+  /// The ways with whole tiles, or tiles that clusters share.
+  template <class Choice>
+  void offer(Ways& ways, const std::shared_ptr<const HalfProduct>& self) {
+    Choice::template offer<Epilogue>(ways, exchange_, shape_, A_.stride, B_.stride, c_rows(), self,
+                                     c_stride_ != 0, copies(A_.copied, B_.copied));
   }
 
   /// The way in slices, of which a cluster has kOfCluster beside each other (SlicedProduct).
@@ -190,6 +208,40 @@ class HalfProduct {
         ways, exchange_, facts_of<Work>(), shape_,
         tile_estimate<Tile>(shape_, A_.stride, B_.stride, c_rows(), copies(A_.copied, B_.copied)),
         launch);
+  }
+
+  /// How far rows are apart of the products that slices leave for finish_slices.
+  int64_t stride_apart() const { return int64_t{4} * ceil_div(shape_.cols, 4); }
+
+  /// The ways in slices of one cluster each, which finish_slices adds up.
+  template <class... Tile>
+  void offer_added(Ways& ways, const std::shared_ptr<const HalfProduct>& self,
+                   TileChoice<Tile...>) {
+    (offer_added<Tile>(ways, self), ...);
+  }
+  template <class Tile>
+  void offer_added(Ways& ways, const std::shared_ptr<const HalfProduct>& self) {
+    const LaunchOf<HalfProduct, AddedPlan> launch = {
+        self,
+        [](const HalfProduct& of, const AddedPlan& plan) { of.template launch_added<Tile>(plan); }};
+    product::offer_added(ways, exchange_, facts_of<Whole<Tile, 1>>(), shape_,
+                         tile_estimate<Tile>(shape_, A_.stride, B_.stride,
+                                             int64_t{sizeof(float) / sizeof(T)} * stride_apart(),
+                                             copies(A_.copied, B_.copied)),
+                         kHalfCosts, shape_.rows * stride_apart(), launch);
+  }
+  template <class Tile>
+  void launch_added(const AddedPlan& plan) const {
+    const int64_t stride = stride_apart(), apart = shape_.rows * stride;
+    float* const sums = exchange_.partial();
+    auto work = this->work<Tile>(Schedule<Tile>(shape_, plan.clusters(), true), {});
+    work.epilogue.sums = {{sums, shape_.rows, static_cast<int>(stride)}};
+    work.epilogue.apart = apart;
+    launch(work);
+    launch_finish_slices(
+        SlicesToAdd<T>{sums, plan.slices, apart, stride, C_,
+                       c_stride_ != 0 ? c_stride_ : shape_.cols, shape_.rows, shape_.cols},
+        caller_.stream);
   }
 
   template <class Tile, int kGrids = 1>

@@ -379,6 +379,63 @@ inline void offer_slices(Ways& ways, SharedSums& sums, const WorkFacts& work,
              in_memory ? consumers * plan.clusters * 128 * work.of_sum : 0);
 }
 
+/// How a product is computed in slices that finish_slices adds up.
+struct AddedPlan {
+  int tiles, slices;
+  double microseconds;
+
+  int clusters() const { return tiles * slices; }
+};
+
+/// The plan with the number of slices that should be the fastest; none where a multiprocessor would
+/// have more than one. A slice leaves `elements` of fp32.
+inline std::optional<AddedPlan> plan_added(const WorkFacts& work, const ProductShape& shape,
+                                           const Estimate& estimate, const ProductCosts& cost,
+                                           int64_t elements) {
+  constexpr int kLeast = 4;  // steps of a slice
+  const int64_t capacity = work.capacity(), tiles = work.tile.tiles_of(shape);
+  std::optional<AddedPlan> best;
+  for (int slices = 2; slices <= capacity / tiles; ++slices) {
+    const Timetable timetable(work.tile, shape, static_cast<int>(tiles * slices), true);
+    if (timetable.steps < kLeast * slices || timetable.shared == 0) break;
+    const double added = 4.0 * slices * static_cast<double>(elements) / memory_rate();
+    const double microseconds = estimate({.clusters = timetable.clusters, .rounds = 1.0 / slices}) +
+                                cost.added + cost.added_bytes * added;
+    if (best && microseconds >= best->microseconds) continue;
+    best = {static_cast<int>(tiles), slices, microseconds};
+  }
+  return best;
+}
+
+/// Offers the way in slices that finish_slices adds up, if there is one. launch(plan) launches it.
+/// `copies` says what is copied before.
+inline void offer_added(Ways& ways, SharedSums& sums, const WorkFacts& work,
+                        const ProductShape& shape, const Estimate& estimate,
+                        const ProductCosts& cost, int64_t elements,
+                        const std::function<void(const AddedPlan&)>& launch,
+                        const std::string& copies = {}) {
+  const std::optional<AddedPlan> found = plan_added(work, shape, estimate, cost, elements);
+  if (!found) return;
+  const AddedPlan plan = *found;
+  const bool wanted = ways.offer(plan.microseconds, work.id(Divided::added, plan.slices), [&] {
+    return Way{
+        work.name_of_tile() +
+            (work.shares_copies
+                 ? "; cluster: " + std::to_string(work.stack) + " x " + std::to_string(work.side)
+                 : "") +
+            "; slices: " + std::to_string(plan.slices) + ", added up by a second launch" + copies,
+        plan.microseconds, [launch, plan] { launch(plan); }, work.shared_bytes};
+  });
+  if (wanted) sums.needs(ways, 0, static_cast<size_t>(plan.slices * elements));
+}
+
+/// Adds up the slices that the kernel before it in the stream leaves.
+template <typename T>
+void launch_finish_slices(const SlicesToAdd<T>& add, cudaStream_t stream) {
+  constexpr int kThreads = SlicesToAdd<T>::kThreads;
+  launch_clusters_on(stream, finish_slices<T, kThreads>, 1, true, add.blocks(), kThreads, 0, add);
+}
+
 /// Launches a plan of an owner's: function(owner, plan). All ways share one copy of the owner.
 template <class Owner, class Plan>
 struct LaunchOf {

@@ -102,13 +102,29 @@ struct TransposedTiles : TileShape<T, kRows, kColumns, kStackedTiles, kSideTiles
   static constexpr int kSumBoxes = kBoxes / kConsumers;
   static constexpr int kLinesRead = kBoxes * (64 + kRows);  // by wgmma, a step
   static_assert(kColumns % kBoxCols == 0 && kRows >= 16 && kRows <= 256);
-  // That room is two boxes of at most kMost rows. Results leave in as few strips as possible, of
-  // kOutRows rows each: a strip waits until the second one before it has left its box.
-  static constexpr int kStage = kRows + kColumns, kMostRows = kSharedRoom / 128;  // of 128 bytes
+  static constexpr int kStage = kRows + kColumns;  // lines of 128 bytes
   static constexpr int kLeast = kConsumers * (kRows < 40 ? kRows : 40);
-  static constexpr int kLeft = (kMostRows - (kMostRows - kLeast) / kStage * kStage) / kConsumers;
-  static constexpr int kMost = kLeft / 16 * 8, kStrips = (kRows + kMost - 1) / kMost;
-  static constexpr int kOutRows = (kRows + 8 * kStrips - 1) / (8 * kStrips) * 8;
+  /// What `stages` stages leave of so many lines is two boxes for each consumer, of at most most()
+  /// rows. Results leave in as few strips as possible, of rows() rows each: a strip waits until the
+  /// second one before it has left its box.
+  struct Room {
+    int lines, stages;
+    constexpr int most() const { return (lines - stages * kStage) / kConsumers / 16 * 8; }
+    constexpr int strips() const { return (kRows + most() - 1) / most(); }
+    constexpr int rows() const { return (kRows + 8 * strips() - 1) / (8 * strips()) * 8; }
+    /// The barriers behind the stages, and the counts behind the results, take 8 lines each, for
+    /// both parts are multiples of 1024 bytes (ProductShared).
+    constexpr bool fits() const {
+      return (stages * kStage + 7) / 8 * 8 + 8 + 2 * kConsumers * rows() + 8 <=
+             (kSharedRoom + 1024) / 128;
+    }
+  };
+  static constexpr Room room() {
+    constexpr int kLines = kSharedRoom / 128, kStages = (kLines - kLeast) / kStage;
+    constexpr Room kAll = {kLines, kStages};
+    return kAll.fits() ? kAll : Room{kLines - 8, kStages - 1};
+  }
+  static constexpr int kOutRows = room().rows();
   using TileSum = TransposedSum<kRows, kSumBoxes>;
 
   __host__ __device__ static constexpr int row_of(int) { return 0; }
@@ -662,6 +678,9 @@ struct MatrixProduct {
       out.wait();  // while the last products are on their way
     }
     __device__ void store(Sum& sum) const {
+      if constexpr (Tile::kConsumers == 1 && requires { work.epilogue.apart; }) {
+        if (work.epilogue.apart > 0) return leave_slice(sum);
+      }
       if (piece.begin > 0 || piece.end < work.schedule.steps) {
         const Handover handover{work.exchange, consumer, grid.rank * kConsumers + consumer,
                                 Tile::kBlocks * kConsumers, shared.ended[consumer]};
@@ -677,6 +696,16 @@ struct MatrixProduct {
                     out);
     }
     __device__ void end() const { out.wait(); }
+
+   private:
+    /// Of the clusters that share a tile in equal slices, the n-th one has the n-th slice.
+    __device__ void leave_slice(const Sum& sum) const {
+      const Schedule<Tile>& all = work.schedule;
+      auto store = work.epilogue.sums;
+      store.to.data += grid.cluster % (all.clusters / all.tiles) * work.epilogue.apart;
+      const auto at = all.place(piece.tile, grid.stack, grid.side);
+      store(sum, at.row + Tile::row_of(consumer), at.col + Tile::col_of(consumer), out);
+    }
 
    protected:
     const MatrixProduct& work;

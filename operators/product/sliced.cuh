@@ -29,12 +29,13 @@ namespace operators::product {
 /// `count` row-major fp32 matrices (rows, cols), one for each slice of k. Matrix i begins at
 /// from + i * apart, and its rows are `stride` elements apart. `apart` and `stride` are multiples
 /// of 4, and the addresses `from` and C of 16 bytes. C (rows, cols), whose rows are c_stride
-/// elements apart, becomes their sum.
+/// elements apart, becomes their sum. T, the type of C: float, half or __nv_bfloat16.
+template <typename T>
 struct SlicesToAdd {
   const float* from;
   int count;
   int64_t apart, stride;
-  float* C;
+  T* C;
   int64_t c_stride;
   int rows, cols;
 
@@ -51,8 +52,9 @@ struct SlicesToAdd {
 };
 
 /// C = the sum of all slices. It is launched early, and waits for the product that leaves them.
-template <int kThreads>
-__global__ void __launch_bounds__(kThreads) finish_slices(const __grid_constant__ SlicesToAdd of) {
+template <typename T, int kThreads>
+__global__ void __launch_bounds__(kThreads)
+    finish_slices(const __grid_constant__ SlicesToAdd<T> of) {
 #if HOPPER_CODE
   __shared__ float4 sums[kThreads];
   start_next_kernel();
@@ -74,15 +76,15 @@ __global__ void __launch_bounds__(kThreads) finish_slices(const __grid_constant_
   __syncthreads();
   if (group > 0 || row >= of.rows) return;
   for (int other = 1; other < groups; ++other) add(sum, sums[other * beside + thread]);
-  float* const to = of.C + row * of.c_stride + col;
+  T* const to = of.C + row * of.c_stride + col;
   const int left = of.cols - col;
+  const Neighbours<T, 4> four = {{T(sum.x), T(sum.y), T(sum.z), T(sum.w)}};
   if (of.c_stride % 4 == 0 && left >= 4) {
-    *reinterpret_cast<float4*>(to) = sum;
+    *reinterpret_cast<Neighbours<T, 4>*>(to) = four;
   } else {
-    const float four[4] = {sum.x, sum.y, sum.z, sum.w};
 #pragma unroll
     for (int i = 0; i < 4; ++i) {
-      if (i < left) to[i] = four[i];
+      if (i < left) to[i] = four.values[i];
     }
   }
 #endif

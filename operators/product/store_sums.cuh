@@ -61,6 +61,14 @@ struct StoreSums {
 #endif
 };
 
+/// The epilogue on Hopper of products that may also come in slices. Then it is not used for the
+/// sums of tiles, but `sums` for those of slices, and finish_slices adds these up (sliced.cuh).
+template <typename T>
+struct StoreRoundedOrSlices : StoreRounded<T> {
+  StoreSums<T> sums = {};  ///< to the matrix of the first slice
+  int64_t apart = 0;       ///< elements from a slice's matrix to the next one; 0: no slices
+};
+
 /// The epilogue on other GPUs.
 template <typename T>
 struct MmaStoreSums {

@@ -305,41 +305,23 @@ class Tf32Product {
   template <int kRows>
   void offer_added(Ways& ways, const std::shared_ptr<const Tf32Product>& self) {
     using Tile = PlainTf32Tile<kMath, kRows, 1>;
-    constexpr int kLeast = 4;  // steps of a slice
-    const WorkFacts facts = facts_of_tf32<Tf32MatrixProduct<Tile>>();
-    const int64_t tiles = facts.tile.tiles_of(transposed()), apart = shape_.rows * stride_apart();
-    const Estimate product = estimate<Tile>(stride_apart());
-    int slices = 0;
-    double microseconds = INFINITY;
-    for (int each = 2; each <= facts.capacity() / tiles; ++each) {
-      const Timetable timetable(facts.tile, transposed(), static_cast<int>(tiles * each), true);
-      if (timetable.steps < kLeast * each || timetable.shared == 0) break;
-      const double added = 4.0 * each * static_cast<double>(apart) / memory_rate();
-      const double would = product({.clusters = timetable.clusters, .rounds = 1.0 / each}) +
-                           costs().added + costs().added_bytes * added;
-      if (would < microseconds) microseconds = would, slices = each;
-    }
-    if (slices == 0) return;
-    const bool wanted = ways.offer(microseconds, facts.id(Divided::added, slices), [&] {
-      return Way{facts.name_of_tile() + "; slices: " + std::to_string(slices) +
-                     ", added up by a second launch" + copies(),
-                 microseconds, [self, slices] { self->template launch_added<Tile>(slices); },
-                 facts.shared_bytes};
-    });
-    if (wanted) sums_.needs(ways, 0, static_cast<size_t>(slices * apart));
+    const LaunchOf<Tf32Product, AddedPlan> launch = {
+        self,
+        [](const Tf32Product& of, const AddedPlan& plan) { of.template launch_added<Tile>(plan); }};
+    product::offer_added(ways, sums_, facts_of_tf32<Tf32MatrixProduct<Tile>>(), transposed(),
+                         estimate<Tile>(stride_apart()), costs(), shape_.rows * stride_apart(),
+                         launch, copies());
   }
 
   template <class Tile>
-  void launch_added(int slices) const {
-    const int64_t tiles = Schedule<Tile>::kTile.tiles_of(transposed());
-    auto work = this->work<Tile>({transposed(), static_cast<int>(tiles * slices), true}, false);
-    const SlicesToAdd add = {sums_.partial(), slices,     shape_.rows * stride_apart(),
-                             stride_apart(),  C_,         c_stride_,
-                             shape_.rows,     shape_.cols};
+  void launch_added(const AddedPlan& plan) const {
+    auto work = this->work<Tile>({transposed(), plan.clusters(), true}, false);
+    const SlicesToAdd<float> add = {sums_.partial(), plan.slices, shape_.rows * stride_apart(),
+                                    stride_apart(),  C_,          c_stride_,
+                                    shape_.rows,     shape_.cols};
     work.C = sums_.partial(), work.c_stride = add.stride, work.apart = add.apart;
     launch(work);
-    launch_clusters_on(caller_.stream, finish_slices<SlicesToAdd::kThreads>, 1, true, add.blocks(),
-                       SlicesToAdd::kThreads, 0, add);
+    launch_finish_slices(add, caller_.stream);
   }
 
   /// The way in slices, of which a cluster has kOfCluster beside each other (SlicedProduct).

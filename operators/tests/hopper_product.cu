@@ -16,6 +16,7 @@
 #include "operators/product/layouts/gathered.cuh"
 #include "operators/product/product.cuh"
 #include "operators/product/sliced.cuh"
+#include "operators/product/store_sums.cuh"
 #include "operators/product/tf32_product.cuh"
 
 using namespace common;
@@ -254,6 +255,40 @@ bool right_gathered(const ProductShape& shape, int slices) {
   return ok;
 }
 
+/// The same in slices that a second launch adds up. C is dense, whatever its rows' alignment is.
+template <class Tile>
+bool right_added(const ProductShape& shape, int slices) {
+  using T = typename Tile::Element;
+  using Work = MatrixProduct<Tile, StoreRoundedOrSlices<T>>;
+  constexpr int kBytes = sizeof(typename Work::Shared);
+  const auto kernel = product<Work>;
+  allow_shared_bytes(kernel, kBytes);
+  if (clusters_that_fit(kernel, kClusterBlocks<Work>, Tile::kThreads, kBytes) == 0) return true;
+  const Matrix<T> A(shape.rows, shape.depth), B(shape.depth, shape.cols);
+  A.fill();
+  B.fill();
+  const Dense<T> C(shape.rows, shape.cols);
+  const Schedule<Tile> whole(shape, 1, false);
+  slices = std::min(slices, whole.steps);
+  const Matrix<float> apart(shape.rows * slices, shape.cols);
+  const SlicesToAdd<T> add = {apart.data,   slices,    int64_t{shape.rows} * apart.stride,
+                              apart.stride, C.data,    shape.cols,
+                              shape.rows,   shape.cols};
+  const Work work = {A.factor(Tile::kRowsA),
+                     B.factor(Tile::kRowsB),
+                     {{}, {{apart.data, shape.rows, apart.stride}}, add.apart},
+                     Schedule<Tile>(shape, whole.tiles * slices, true),
+                     {}};
+  CUDA_CHECK(cudaMemset(C.data, 0xff, C.bytes()));
+  launch_product(work, RowCopies<T, 2>{}, nullptr);
+  launch_finish_slices(add, nullptr);
+  CUDA_CHECK(cudaDeviceSynchronize());
+  const bool ok = right_elements(C.data, shape);
+  std::printf("%d x %d tiles, %d stacked, %d aside, added up by a second launch%s\n", Tile::BM,
+              Tile::BN, Tile::kStack, Tile::kSide, ok ? "" : ": FAILED");
+  return ok;
+}
+
 /// The same in TF32 or 3xTF32, for which these numbers are exact.
 template <class Tile, int kOfCluster = 1>
 bool right_in_tf32(const ProductShape& shape, bool split, int slices = 0, bool added = false) {
@@ -285,9 +320,9 @@ bool right_in_tf32(const ProductShape& shape, bool split, int slices = 0, bool a
             schedule,
             Exchange{nullptr, memory.counts, memory.sums}};
   const Matrix<float> apart(C.rows * std::max(1, slices), C.cols);
-  const SlicesToAdd add = {apart.data,   slices, int64_t{C.rows} * apart.stride,
-                           apart.stride, C.data, C.stride,
-                           C.rows,       C.cols};
+  const SlicesToAdd<float> add = {apart.data,   slices, int64_t{C.rows} * apart.stride,
+                                  apart.stride, C.data, C.stride,
+                                  C.rows,       C.cols};
   if (added) all.C = apart.data, all.c_stride = apart.stride, all.apart = add.apart;
   const Work work = [&] {
     if constexpr (kOfCluster > 1) {
@@ -299,10 +334,7 @@ bool right_in_tf32(const ProductShape& shape, bool split, int slices = 0, bool a
   for (int launch = 0; launch < 2; ++launch) {  // a launch leaves what the next one needs
     CUDA_CHECK(cudaMemset(C.data, 0xff, C.bytes()));
     product<Work><<<schedule.clusters * Tile::kBlocks, Tile::kThreads, kBytes>>>(work);
-    if (added) {
-      launch_clusters_on(nullptr, finish_slices<SlicesToAdd::kThreads>, 1, true, add.blocks(),
-                         SlicesToAdd::kThreads, 0, add);
-    }
+    if (added) launch_finish_slices(add, nullptr);
   }
   CUDA_CHECK(cudaGetLastError());
   CUDA_CHECK(cudaDeviceSynchronize());
@@ -426,6 +458,8 @@ int main(int argc, char** argv) {
   ok = right<InTurn<TransposedTiles<half, 88, 64, 1, 4>>>(shape, false, false) && ok;
   ok = right<InTurn<TransposedTiles<__nv_bfloat16, 56, 64, 4, 1>>>(shape, true, false) && ok;
   ok = right<InTurn<TransposedTiles<half, 64, 64, 2, 4>>>(shape, false, false) && ok;
+  ok = right_added<InTurn<TransposedTiles<half, 72, 64, 1, 4>>>(shape, 3) && ok;
+  ok = right_added<TransposedTiles<__nv_bfloat16, 160, 64, 1, 4>>(shape, 5) && ok;
   // Threads copy one factor, whose rows begin at multiples of 4 bytes, or of 8.
   const int even = std::min(shape.depth, 1500) / 8 * 8 + 8, most_rows = std::min(shape.rows, 140);
   const int most_cols = std::min(shape.cols, 300) / 8 * 8 + 8;

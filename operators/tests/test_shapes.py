@@ -94,8 +94,19 @@ def test_a_factor_that_threads_copy_is_right(sizes, factor, monkeypatch):
         assert result.returncode == 0 and f"{name}, {factor} by threads" in result.stdout, result.stdout + result.stderr
 
 
+@pytest.mark.parametrize("sizes", ["150 67 1301", "40 72 520"])
+def test_slices_that_a_second_launch_adds_up_are_right(sizes, monkeypatch):
+    """In 16 bits, where rows of C are aligned and where they are not."""
+    monkeypatch.setenv("CUDA_CPU_MULTIPROCESSORS", "32")
+    result = run_program(TESTS / "product_shapes", *sizes.split())
+    assert result.returncode == 0, result.stdout + result.stderr
+    for name in ("fp16", "bf16"):
+        found = [line for line in result.stdout.splitlines() if line.startswith(name) and "second launch" in line]
+        assert len(found) > 5, result.stdout
+
+
 @pytest.mark.parametrize("sizes", [*SHAPES, "4096 1000 4104", "1000 4097 333", "453 88 3629", "85 4484 3576",
-                                   "568 80 3518"])
+                                   "568 80 3518", "135 480 11824", "92 67 4999"])
 def test_product_shapes_on_a_gpu(sizes):
     result = run_program(hopper_program("operators/tests/product_shapes"), *sizes.split())
     assert result.returncode == 0 and result.stdout, result.stdout + result.stderr
