@@ -182,8 +182,8 @@ __device__ __forceinline__ void bring(AttentionShared<Tile>& shared, const Atten
     const AttentionWork work = work_of<Tile>(schedule, in, number);
     shared.work[rows.wait()] = work;
     if (work.end < 0) break;
-    // The next piece is taken late, so that a block with a long piece does not take another one that
-    // a block with a short piece would begin sooner.
+    // The next piece is taken late: a block with a long piece would take another one that a block
+    // with a short piece could begin sooner.
     const auto take_next = [&] {
       number = schedule.next ? gridDim.x + atomicAdd(schedule.next, 1u) : schedule.total;
     };

@@ -116,12 +116,12 @@ struct AttentionLaunches {
     if constexpr (Tile::kSplit) merge<Tile::kWidth>(plan);
   }
 
-  /// Which heads are walked together. Without a mask all pieces of work are equally long, and nearly
-  /// so where there are many more keys than queries. Then heads come one after the other: so each K
-  /// and V is read from memory once, and memory is read evenly.
-  /// With a causal mask the long pieces of a section come first. Only at the end does it matter
-  /// that blocks end together. So sections have a quarter of the pieces that are computed at a
-  /// time, and the last one has many: as many as half of the L2 cache has room for K and V of.
+  /// Which heads are walked together. Without a mask all pieces of work are equally long, and with
+  /// one nearly so, if there are many more keys than queries. Then heads come one after the other:
+  /// so each K and V is read from memory once, and memory is read evenly. Otherwise the long pieces
+  /// of a section come first. Only at the end does it matter that blocks end together. So sections
+  /// have a quarter of the pieces that are computed at a time, and the last one has many: as many
+  /// as half of the L2 cache has room for K and V of.
   void divide_heads(AttentionSchedule& schedule, int64_t blocks) const {
     schedule.section = 1;
     schedule.sections = schedule.heads;
@@ -268,7 +268,7 @@ class Attention : AttentionLaunches<T> {
   }
 
   /// How long it should take. Without a mask all pieces of work are equally long, and come in
-  /// rounds. With one they differ, the longest come first, and blocks do not quite end together: the
+  /// rounds. With one they differ, the longest come first, and blocks do not end together: the
   /// worse, the longer the last pieces are. Or what memory takes, if that is more: a multiprocessor
   /// alone does not get all of its rate.
   double microseconds(const TileCost& of, const Plan& plan) const {
