@@ -165,9 +165,8 @@ struct HeldBackward {
   static constexpr int kMakers = 128, kThreads = 256, kBlocks = 1;
   static constexpr int kHalf = BV * kMaxE, kStage = 2 * kHalf + BV * BN;  // elements
   static constexpr int kRight = kMaxE * BN, kProducts = 4 * BV * BN;
-  static constexpr int64_t shared_bytes(int64_t) {
-    return 2 * (std::max(3 * kRight, kStages * kStage) + 2 * kProducts);
-  }
+  static constexpr int kRooms = std::max(3 * kRight, kStages* kStage);  // where the rooms begin
+  static constexpr int64_t shared_bytes(int64_t) { return 2 * (kRooms + 2 * kProducts); }
 };
 
 template <class Tiles>
@@ -177,7 +176,7 @@ __global__ void __launch_bounds__(Tiles::kThreads, 1)
   constexpr int kMakers = Tiles::kMakers, kAll = Tiles::kThreads, kOwn = Tiles::kOwn;
   constexpr int kMade = 1, kRead = 3, kAmongMakers = 5;  // ids of barriers; the first two: of rooms
   extern __shared__ __align__(128) bf16 tiles[];
-  bf16* const rooms = tiles + std::max(3 * Tiles::kRight, kStages * Tiles::kStage);
+  bf16* const rooms = tiles + Tiles::kRooms;
   const int warp = threadIdx.x / 32, w0 = blockIdx.x * BN;
   const int64_t tile_count = ceil_div(in.V, BV);
   const int steps = static_cast<int>(ceil_div(tile_count - blockIdx.y, gridDim.y));
