@@ -512,9 +512,9 @@ __global__ void __launch_bounds__(Tile::kThreads)
           *pair_in<kQueries>(shared.dS, warp_key, 0, r, j) = rounded[j][r];
         }
       }
-      named_barrier(1 + pair, 64);
-    } else {
-      named_barrier(1 + pair, 64);  // the pair's P^T is there
+    }
+    named_barrier(1 + pair, 64);  // the pair's P^T is there
+    if (is_second) {
 #pragma unroll
       for (int k = 0; k < kQueries; k += 16) {
         unsigned p[kCount][4];  // P^T as a left factor

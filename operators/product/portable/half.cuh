@@ -45,15 +45,11 @@ struct MmaLaunch {
   Epilogue finish;
 };
 
-/// How a product is computed with some tile, and how long that should take: the first `whole` tiles
-/// each at once, and the others in slices.
+/// How a product is computed with some tile, and how long that should take.
 struct MmaPlan {
   int64_t tiles;
   int slices, steps;  ///< steps of a slice
-  int64_t whole;
   double microseconds;
-  int64_t in_slices() const { return tiles - whole; }
-  int64_t items() const { return whole + in_slices() * slices; }
 };
 
 /// The ways to compute a product with some tiles. `cols` of the shape: of one right factor. make()
@@ -89,19 +85,14 @@ class MmaWays {
     // A block counts the columns and rows up to the tile's end, and tiles of a group.
     if (tiles > INT_MAX / 64) return;
     const int steps = ceil_div(shape_.depth, Tile::BK);
-    add<Tile>(ways, sums, timed<Tile>({tiles, 1, steps, 0, 0}));
-    MmaPlan best = {tiles, 1, steps, 0, INFINITY};
-    // Of all tiles, or only of those that are left after full rounds.
-    const int64_t round = int64_t{multiprocessors()} * at_once<Tile>();
-    const int64_t full = tiles / round * round;
-    for (int64_t whole = 0; whole < tiles; whole = whole == 0 && full > 0 ? full : tiles) {
-      const int64_t most = std::min<int64_t>({kMostSlices, steps / kLeastStepsOfSlice,
-                                              int64_t{4} * multiprocessors() / (tiles - whole)});
-      for (int slices = 2; slices <= most; ++slices) {
-        const int of_slice = ceil_div(steps, slices), needed = ceil_div(steps, of_slice);
-        const MmaPlan plan = timed<Tile>({tiles, needed, of_slice, whole, 0});
-        if (needed > 1 && plan.microseconds < best.microseconds) best = plan;
-      }
+    add<Tile>(ways, sums, {tiles, 1, steps, microseconds<Tile>(tiles, 1, steps)});
+    MmaPlan best = {tiles, 1, steps, INFINITY};
+    const int64_t most = std::min<int64_t>(
+        {kMostSlices, steps / kLeastStepsOfSlice, int64_t{4} * multiprocessors() / tiles});
+    for (int slices = 2; slices <= most; ++slices) {
+      const int of_slice = ceil_div(steps, slices), needed = ceil_div(steps, of_slice);
+      const double time = microseconds<Tile>(tiles, needed, of_slice);
+      if (needed > 1 && time < best.microseconds) best = {tiles, needed, of_slice, time};
     }
     if (best.slices > 1) add<Tile>(ways, sums, best);
   }
@@ -109,16 +100,16 @@ class MmaWays {
   void add(Ways& ways, SharedSums& sums, const MmaPlan& plan) const {
     const bool shares = plan.slices > 1;
     const WayId id = way_id({static_cast<int64_t>(Divided::by_mma_sync), Tile::BM, Tile::BN,
-                             Tile::BK, Tile::kStages, plan.slices, plan.whole});
+                             Tile::BK, Tile::kStages, plan.slices});
     const bool wanted = ways.offer(plan.microseconds, id, [&] {
-      const std::string name =
-          std::string(sizeof(T) < 4         ? ""
-                      : Tile::kProducts > 1 ? "3xTF32 by "
-                                            : "TF32 by ") +
-          "mma.sync; tile " + std::to_string(Tile::BM) + " x " + std::to_string(Tile::BN) + " x " +
-          std::to_string(Tile::BK) + "; stages: " + std::to_string(Tile::kStages) +
-          (shares ? "; slices: " + std::to_string(plan.slices) : "") +
-          (plan.whole > 0 ? " of the last tiles" : "") + (copied_ > 0 ? "; rows copied" : "");
+      const std::string name = std::string(sizeof(T) < 4         ? ""
+                                           : Tile::kProducts > 1 ? "3xTF32 by "
+                                                                 : "TF32 by ") +
+                               "mma.sync; tile " + std::to_string(Tile::BM) + " x " +
+                               std::to_string(Tile::BN) + " x " + std::to_string(Tile::BK) +
+                               "; stages: " + std::to_string(Tile::kStages) +
+                               (shares ? "; slices: " + std::to_string(plan.slices) : "") +
+                               (copied_ > 0 ? "; rows copied" : "");
       return Way{name, plan.microseconds,
                  [make = make_, plan, sums, stream = caller_.stream] {
                    launch<Tile>(make(), plan, sums.exchange(plan.slices > 1), stream);
@@ -126,8 +117,8 @@ class MmaWays {
                  Tile::kSharedBytes};
     });
     if (!wanted) return;
-    const int64_t quads = plan.in_slices() * plan.slices * Tile::kQuads * Tile::kThreads;
-    sums.needs(ways, shares ? static_cast<size_t>(plan.in_slices()) : 0,
+    const int64_t quads = plan.tiles * plan.slices * Tile::kQuads * Tile::kThreads;
+    sums.needs(ways, shares ? static_cast<size_t>(plan.tiles) : 0,
                shares ? static_cast<size_t>(4 * quads) : 0);
   }
   template <class Tile>
@@ -136,13 +127,9 @@ class MmaWays {
     launch_align_rows<T, 1 + kFactors>(of.rows_to_copy, stream);
     const auto kernel = mma_product<Tile, T, kFactors, Epilogue>;
     allow_shared_bytes(kernel, Tile::kSharedBytes);
-    const int64_t items = plan.items();
-    const MmaSlices slices = {plan.slices,
-                              plan.steps,
-                              static_cast<int>(items),
-                              reinterpret_cast<float4*>(exchange.partial),
-                              exchange.ended,
-                              static_cast<int>(plan.whole)};
+    const int64_t items = plan.tiles * plan.slices;
+    const MmaSlices slices = {plan.slices, plan.steps, static_cast<int>(items),
+                              reinterpret_cast<float4*>(exchange.partial), exchange.ended};
     const int64_t fit = int64_t{at_once<Tile>()} * multiprocessors();
     mma_product<Tile, T, kFactors, Epilogue>
         <<<static_cast<unsigned>(std::min(items, fit)), Tile::kThreads, Tile::kSharedBytes,
@@ -161,7 +148,7 @@ class MmaWays {
   /// kFetched bytes a cycle from the L2 cache; and with kEnds cycles for the first data and the
   /// results of a tile.
   template <class Tile>
-  double microseconds(const MmaPlan& plan) const {
+  double microseconds(int64_t tiles, int slices, int steps) const {
     constexpr bool kGates = kFactors > 1, kEightWarps = Tile::kThreads > 128;
     constexpr int kOfWarp = Tile::WM * Tile::WN;
     constexpr double kLargest = kGates ? 1050 : kEightWarps ? 1130 : 950;
@@ -171,33 +158,22 @@ class MmaWays {
     const double busy =
         std::max(0.5 * sizeof(T) * Tile::kProducts * Tile::BM * Tile::BN * Tile::BK / kRate,
                  1.0 * sizeof(T) * (Tile::BM + Tile::BN) * Tile::BK / kFetched);
-    const auto rounds = [&](int64_t items, int steps) {
-      const double sms = multiprocessors(), together = sms * at_once<Tile>();
-      const double full = std::floor(items / together);
-      const double left = std::ceil((items - full * together) / sms);
-      return steps * (full * std::max(1.0 * at_once<Tile>(), kAlone) * busy +
-                      std::max(left * busy, left > 0 ? kAlone * busy : 0)) +
-             kEnds * (full + (left > 0 ? 1 : 0));
-    };
-    const int64_t slices = plan.in_slices() * plan.slices;
-    const double all =
-        rounds(plan.whole, ceil_div(shape_.depth, Tile::BK)) + rounds(slices, plan.steps);
+    const double sms = multiprocessors(), blocks = static_cast<double>(tiles) * slices;
+    const double full = std::floor(blocks / (sms * at_once<Tile>()));
+    const double left = std::ceil((blocks - full * sms * at_once<Tile>()) / sms);
+    const double rounds = full * std::max(1.0 * at_once<Tile>(), kAlone) * busy +
+                          std::max(left * busy, left > 0 ? kAlone * busy : 0);
+    const double all = steps * rounds + kEnds * (full + (left > 0 ? 1 : 0));
     const double bytes =
         sizeof(T) * (1.0 * shape_.rows * shape_.depth +
                      1.0 * kFactors * shape_.depth * shape_.cols + 1.0 * shape_.rows * shape_.cols);
     double time = kFirstLaunch + std::max(all / cycles(), bytes / memory_rate());
     if (copied_ > 0) time += kNextLaunch + 2 * copied_ / memory_rate();
-    if (plan.slices > 1) {
+    if (slices > 1) {
       const double sums = 4.0 * Tile::BM * Tile::BN;
-      time += 1.3 + plan.slices * sums / 41 / cycles() +
-              static_cast<double>(slices) * sums / (1.45 * memory_rate());
+      time += 1.3 + slices * sums / 41 / cycles() + blocks * sums / (1.45 * memory_rate());
     }
     return time;
-  }
-  template <class Tile>
-  MmaPlan timed(MmaPlan plan) const {
-    plan.microseconds = microseconds<Tile>(plan);
-    return plan;
   }
 
   static constexpr int kMostSlices = 64, kLeastStepsOfSlice = 4;

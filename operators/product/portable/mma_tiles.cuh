@@ -13,14 +13,14 @@
 //     To compute in each step how much of each piece there is took a tenth of the time.
 //   - Where there are few tiles, several blocks share one and take a part of the depth each
 //     (a slice). The block that ends last adds up, always in the same order, and nobody waits.
-//     Where there are many, only those that are left after the last full round are shared so.
 //
 // What bounds it, at 4096 x 4096 x 4096 in fp16 on an H200: the tensor cores are busy with mma.sync
 // for four fifths of the time. Without the copies it takes an eighth less; without loads of
 // fragments as long as with them. The fastest kernel with mma.sync that cuBLASLt has takes as long
 // as this one. Where the tensor cores are busier the clock falls, as power is limited. These were
 // slower: 96 x 64 sums of a warp, with each fragment there once; a barrier for each stage
-// (mbarrier) in place of the block's; an address for each copy, kept in registers.
+// (mbarrier) in place of the block's; an address for each copy, kept in registers; slices of those
+// tiles only that are left after full rounds.
 #pragma once
 
 #include <algorithm>
@@ -73,13 +73,12 @@ struct MmaFactors {
   int rows, cols, depth;
 };
 
-/// The first `whole` tiles are an item each. Of the others the depth is in `count` slices of so
-/// many steps, each an item, and their sums meet in `partial`. `items`: of all tiles.
+/// In how many slices the depth is, each of so many steps, and where their sums meet. `items`: of
+/// all tiles.
 struct MmaSlices {
   int count, steps, items;
-  float4* partial;    ///< (tiles in slices, count, quads of a thread, threads)
-  unsigned* arrived;  ///< of each tile in slices: see is_last_block()
-  int whole = 0;
+  float4* partial;    ///< (tiles, count, quads of a thread, threads)
+  unsigned* arrived;  ///< of each tile: see is_last_block()
 };
 
 /// What a thread copies of each step, pieces of 16 bytes: in A one of every kRowsA-th row of the
@@ -312,11 +311,11 @@ class MmaPipeline {
   Fragments fragments;
 };
 
-/// Adds up the sums of all slices of a tile. `number`: of the block's slice, among those of all
-/// tiles. Returns whether this block has the sums then: the last one that comes.
+/// Adds up the sums of all slices of a tile. Returns whether this block has them then: the last one
+/// that comes.
 template <class Tile, class Sum>
-__device__ __forceinline__ bool add_slices_up(Sum& sum, const MmaSlices& slices, int number) {
-  const int tile = number / slices.count, slice = number % slices.count;
+__device__ __forceinline__ bool add_slices_up(Sum& sum, const MmaSlices& slices, int tile,
+                                              int slice) {
   const auto room = [&](int of) {
     return slices.partial + (int64_t{tile} * slices.count + of) * Tile::kQuads * Tile::kThreads +
            threadIdx.x;
@@ -353,7 +352,7 @@ template <class Tile, typename T, int kFactors>
 class MmaItems {
  public:
   struct Item {
-    int row0, col0, begin, end;  // of the results, and of the depth
+    int tile, slice, row0, col0, begin, end;  // of the results, and of the depth
     __device__ int steps() const { return (end - begin + Tile::BK - 1) / Tile::BK; }
   };
 
@@ -367,13 +366,15 @@ class MmaItems {
                                int number) {
     const int tiles_m = (of.rows + Tile::BM - 1) / Tile::BM;
     const int tiles_n = (of.cols + kCols - 1) / kCols;
-    const int after = max(0, number - slices.whole), slice = after % slices.count;
-    const int tile = min(number, slices.whole) + after / slices.count;
+    const int tile = number / slices.count, slice = number % slices.count;
     const int first = tile / (kGroup * tiles_n) * kGroup, within = tile % (kGroup * tiles_n);
     const int group = min(kGroup, tiles_m - first), begin = slice * slices.steps * Tile::BK;
-    const int64_t end =
-        number < slices.whole ? of.depth : int64_t{begin} + int64_t{slices.steps} * Tile::BK;
-    return {(first + within % group) * Tile::BM, within / group * kCols, begin,
+    const int64_t end = int64_t{begin} + int64_t{slices.steps} * Tile::BK;
+    return {tile,
+            slice,
+            (first + within % group) * Tile::BM,
+            within / group * kCols,
+            begin,
             static_cast<int>(min(int64_t{of.depth}, end))};
   }
   /// For MmaPipeline: of one item after the other.
@@ -414,8 +415,7 @@ __global__ void __launch_bounds__(Tile::kThreads, Tile::kResident)
     const auto item = items[number];
     float sum[Tile::kSumRows][Tile::kSumCols][4] = {};
     pipeline.multiply(items, item.steps(), sum);
-    const int slice = number - slices.whole;
-    if (slices.count > 1 && slice >= 0 && !add_slices_up<Tile>(sum, slices, slice)) continue;
+    if (slices.count > 1 && !add_slices_up<Tile>(sum, slices, item.tile, item.slice)) continue;
     finish(sum, item.row0 + warp / Tile::kWarpsN * Tile::WM,
            item.col0 + warp % Tile::kWarpsN * (Tile::WN / kFactors));
   }

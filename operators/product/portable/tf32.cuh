@@ -150,8 +150,7 @@ void offer_tf32_tiles(Ways& ways, SharedSums& sums, const Caller& caller,
     tiles.offer<Tf32MmaTile<128, 128, 2, 4, 3, 1, Takes::split>,
                 Tf32MmaTile<64, 64, 2, 2, 3, 3, Takes::split>>(ways, sums);
   } else {
-    // The first wants more shared memory than compute capability 8.6 has. Four numbers of a thread
-    // that it reads once a tile are in local memory: all other registers are in its inner loop.
+    // The first wants more shared memory than compute capability 8.6 has.
     tiles.offer<Tf32MmaTile<256, 128, 4, 2, 3, 1, Takes::rounded>,
                 Tf32MmaTile<128, 128, 2, 2, 3, 2, Takes::rounded>,
                 Tf32MmaTile<64, 64, 2, 2, 3, 4, Takes::rounded>>(ways, sums);
