@@ -65,6 +65,7 @@ __global__ void __launch_bounds__(kCopyThreads)
   constexpr int kOfWord = RowCopies<T, kCount>::kOfWord;
   constexpr int kOfBlock = kCopyThreads * kCopiesAtOnce;
   using Word = primitives::Neighbours<T, kOfWord>;
+  primitives::start_next_kernel();
   primitives::wait_for_previous_kernel();
   const RowCopy<T>& copy = copies.of[blockIdx.y];
   const uint32_t across = max(1, copy.stride / kOfWord);  // a stride of 0: nothing to copy
@@ -91,9 +92,6 @@ __global__ void __launch_bounds__(kCopyThreads)
       row += rows_further, x += words_further;
       if (x >= static_cast<int>(across)) ++row, x -= static_cast<int>(across);
     }
-    // Not before: blocks of the next kernel may take most of the L1 cache, where lines of `from` are
-    // read several times.
-    primitives::start_next_kernel();
 #pragma unroll
     for (int i = 0; i < kCopiesAtOnce; ++i) {
       const int64_t word = first + i * kCopyThreads;
