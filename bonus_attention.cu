@@ -935,8 +935,8 @@ __device__ __forceinline__ void bring_pieces(StayShared<T, kWidth>& shared, cons
       put(maps.V, piece, tile);
     }
     before = piece;
-    // Not sooner: a block with a long work tile would take another one that a block with a short
-    // one could begin first.
+    // The next number is taken only now. A block that took it before a long work tile would keep
+    // it for all that time, while a block with a short one could begin with it sooner.
     number = gridDim.x + atomicAdd(scheduler.next, 1u);
   }
   put(maps.V, before, 0);

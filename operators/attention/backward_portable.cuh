@@ -1,6 +1,7 @@
-// The gradients of attention on any GPU from compute capability 8.0 on, for rows that lie anywhere,
-// of any width up to 256. It is *tensor cores* of bonus_attention_backward.cu, whose warps come in
-// pairs that divide the work. And what comes before it and after it.
+// The gradients of attention on any GPU from compute capability 8.0 on. Widths are multiples of 8
+// up to 256, and rows begin at multiples of 16 bytes. The main kernel is *tensor cores* of
+// bonus_attention_backward.cu, with warps in pairs that divide the work. One kernel before it
+// computes D and writes zeros, and one after it scales and rounds dQ.
 #pragma once
 
 #include "operators/attention/portable.cuh"
@@ -11,10 +12,10 @@
 
 namespace operators::attention {
 
-/// What a kernel gets. `out` and `log_sums` are read here. row_sums (batch, heads, queries) is D,
-/// the sum of d_out * out over each row of these; dq_sums is where parts of dQ are added up. Where
-/// that happens in order, counts[part] is how many blocks have added to a part of dQ. Where several
-/// items share the steps of a tile of keys, kv_sums is where each leaves its dK and dV (KeySums).
+/// What a kernel gets. `out` and `log_sums` are read here. row_sums (batch, heads, queries) is D:
+/// the sum of d_out * out over each row of both. In dq_sums parts of dQ are added up. Where that
+/// happens in order, counts[part] is how many blocks have added to a part. Where several items
+/// share the steps of a tile of keys, each leaves its dK and dV in kv_sums (KeySums).
 template <typename T>
 struct BackwardOperands : AttentionOperands<T> {
   const T* d_out;
@@ -22,11 +23,11 @@ struct BackwardOperands : AttentionOperands<T> {
   float *row_sums, *dq_sums, *kv_sums;
   unsigned *counts, *drawn;  // drawn: how many items blocks have drawn (BackwardHopperBlock)
   Strides d_o, dq, dk, dv;
-  int sequences;  // heads of K and V, of all batches
-  int abreast;    // of these: see BackwardPlace
-  int plain;      // so many tiles of keys are an item each
-  int splits;     // and the others so many items; with runs, the most blocks that share a tile
-  int run;        // so many steps a block has of all tiles, one after the other; 0: no runs
+  int sequences;  // heads of K and V, of all batches together
+  int abreast;    // in how many sequences tiles are numbered together: see BackwardPlace
+  int plain;      // the first `plain` tiles of keys are one item each
+  int splits;     // each other tile is so many items; with runs: the most blocks that share a tile
+  int run;        // with runs: how many steps in a row a block has, of all tiles; 0: no runs
   bool whole;     // one tile has all keys: then a block's part of dQ is dQ
 
   /// The first query that sees key t.
@@ -43,14 +44,15 @@ struct BackwardOperands : AttentionOperands<T> {
 
 // ---- Before and after ---------------------------------------------------------------------------
 
-// Of widths up to kWidth a lane owns 8 neighbours of a row, 16 bytes, and as many lanes as that
-// takes own the row.
+// A lane owns 8 neighbours of a row, 16 bytes. So kWidth / 8 lanes own a row.
 inline constexpr int kRowThreads = 256, kRowsAtOnce = 2;
 template <int kWidth>
 inline constexpr int kBlockRows = kRowThreads / (kWidth / 8) * kRowsAtOnce;
 
-/// D of `rows` rows, zeros in so many rows of dq_sums, of kWidth floats, and so many counts of 0. A
-/// thread has kRowsAtOnce rows, and loads what it has of all of them before it uses any of it.
+/// For each of `rows` rows, computes D from out and d_out. It also writes zeros to the first
+/// rows_of_zeros rows of dq_sums, which have kWidth floats each, and to the first `counts` counts.
+/// A thread has its 8 columns of kRowsAtOnce rows. It loads all of them before it uses the first:
+/// so it waits for memory once.
 template <typename T, int kWidth>
 __global__ void __launch_bounds__(kRowThreads)
     attention_row_sums(BackwardOperands<T> in, int rows, int rows_of_zeros, int counts) {
@@ -87,11 +89,12 @@ __global__ void __launch_bounds__(kRowThreads)
   }
 }
 
-// ---- Between these ------------------------------------------------------------------------------
+// ---- The main kernel ----------------------------------------------------------------------------
 
 /// A block owns kKeys keys of a head of K and V. Tiles of kQueries rows of Q and d_out stream past.
-/// Warps w and w + kPairs are a pair, and have the same kOwn keys: the first one has P and dV, the
-/// second one dS and dK, and a part of dQ. kOutStages: of d_out; one where shared memory is short.
+/// Warps w and w + kPairs are a pair, and have the same kOwn keys. The first one computes P and dV,
+/// the second one dS, dK and a part of dQ. Of Q there are two stages, and of d_out there are
+/// kOutStages: two, or one where shared memory is short.
 template <typename T_, int kWidth_, int kQueries_, int kOutStages_>
 struct BackwardTile {
   using T = T_;
@@ -232,11 +235,12 @@ struct BackwardPlace {
 };
 
 /// A step of a block is a tile of queries of a head of Q, of the heads that share its keys. In
-/// order, a block takes its steps in the order of the block of the keys before, and may stop
-/// sooner: from the last tile on, and the heads alternate. Of `splits` shares number `split` has
-/// every splits-th step, from this number on, or none. So the order is the same for the shares of
-/// two tiles of keys that have the same number, too. (With runs it has the steps from `first` to
-/// the one before `after`.)
+/// order, all blocks begin with the last tile of queries and go back, and in each tile they take
+/// one head after the other. So a block takes its steps in the order of the block of the keys
+/// before. It may have fewer steps, since fewer queries see its keys. Where a tile of keys is
+/// divided into `splits` shares, share number `split` has the steps split, split + splits, and so
+/// on, or none. So shares with the same number have the same order in all tiles of keys. With runs
+/// a block has the steps from `first` to the one before `after`.
 template <bool kInOrder>
 struct BackwardSteps {
   int tile0, tiles, group;  // tiles from tile0 on have a query that sees a key
@@ -288,25 +292,30 @@ __device__ __forceinline__ void store_keys(typename Tile::T* tile, int row,
   }
 }
 
-/// K and V of a block stay in shared memory. The queries of all heads that share them come a tile
-/// at a time, the next ones' Q and d_out while these are multiplied. In each of these steps
+/// A block owns kKeys keys of a head of K and V. These stay in shared memory. The queries of all
+/// heads that share them come a tile at a time. While a tile is multiplied, Q and d_out of the next
+/// tile are copied. (With one stage of d_out, its copy starts with the step.) In each of these
+/// steps, with L for log_sums and D for row_sums,
 ///
 ///     the first warp of a pair   S^T = K Q^T, P^T = exp(S^T - L), and then dV += P^T d_out
 ///     the second one             dQ += dS K of the step before, dP^T = V d_out^T,
 ///                                dS^T = P^T (dP^T - D), and then dK += dS^T Q
 ///
-/// A warp has 32 keys, so that what it loads from shared memory takes no longer than its products;
-/// one warp could not have dV and dK of as many in registers. What is not a product takes the
-/// tensor cores' time only where neither warp has one: exponentials are computed while the second
-/// warp has two, and dS while the first warp has dV. P^T goes from one warp to the other through
-/// shared memory, rounded. As left factors of dV and dK, P^T and dS^T stay in the registers where
-/// they have been computed: K Q^T and V d_out^T leave them as a left factor has to lie. For dQ, a
-/// sum over the keys of all warps, dS^T goes through shared memory.
+/// The first warp keeps dV of the pair's kOwn keys in registers, and the second one keeps dK. Why a
+/// pair? Up to a width of 128 it has 32 keys. Then a warp's loads from shared memory take no longer
+/// than its products. One warp alone has no registers for dV and dK of 32 keys. (Above 128 a pair
+/// has 16 keys.) The pair also keeps the tensor cores busy: the first warp computes exponentials
+/// while the second one has two products, and the second one computes dS while the first one
+/// has dV.
 ///
-/// Other blocks have other keys: parts of dQ are added up in memory by atomicAdd, 32 neighbours at
-/// a time (PartOfDQ); with kInOrder each part of a tile when those of the keys before are there.
-/// (Compiled for 9.0, in order, 24 bytes a thread of 128 columns spill, outside of the loops of
-/// products; for 8.0 none.)
+/// P^T goes from one warp to the other through shared memory, rounded. As left factors of dV and
+/// dK, P^T and dS^T stay in the registers where they have been computed: K Q^T and V d_out^T leave
+/// them as a left factor has to lie. dQ is a sum over the keys of all warps. So dS^T goes through
+/// shared memory, too, and each second warp computes a part of dQ of the tile (PartOfDQ).
+///
+/// Other blocks have other keys. So parts of dQ are added up in memory by atomicAdd, 32 neighbours
+/// at a time. With kInOrder a block first waits until the block of the keys before has added its
+/// part.
 template <class Tile, bool kInOrder>
 __global__ void __launch_bounds__(Tile::kThreads)
     attention_backward_portable(BackwardOperands<typename Tile::T> in) {
@@ -341,8 +350,9 @@ __global__ void __launch_bounds__(Tile::kThreads)
                               in.Q + batch * in.q.batch + query * in.q.row + at.head * in.q.head,
                               in.q.row, there, in.width);
   };
-  // What P's exponents are relative to: a query without a logit has no P, then it is +infinity. And
-  // D. A thread has one number of a tile.
+  // Each query has two numbers in shared memory: its base and D. The base is subtracted in the
+  // exponent of P. It is +infinity for a query that sees no key: then P is 0. Each of the first
+  // kQueries threads loads a base, and each of the next kQueries threads loads a D.
   static_assert(2 * kQueries <= Tile::kThreads);
   const bool has_number = threadIdx.x < 2 * kQueries, has_D = threadIdx.x >= kQueries;
   const int own_query = threadIdx.x % kQueries;
@@ -363,11 +373,11 @@ __global__ void __launch_bounds__(Tile::kThreads)
         in.d_out + batch * in.d_o.batch + query * in.d_o.row + at.head * in.d_o.head, in.d_o.row,
         in.queries - query, in.width);
   };
-  const auto number_of = [&](const Step& at) {
+  const auto part_of = [&](const Step& at) {
     return (batch * in.heads + at.head) * all_tiles + at.tile;
   };
   Step next = step_of(0);
-  int number = 0, query = 0;
+  int part = 0, query = 0;
   {
     const T* const K = in.K + batch * in.k.batch + place.kv_head * in.k.head;
     const T* const V = in.V + batch * in.v.batch + place.kv_head * in.v.head;
@@ -389,9 +399,9 @@ __global__ void __launch_bounds__(Tile::kThreads)
     // What all threads have copied for this step is there, all of dS of the step before is there,
     // and all have read what the copies that start now replace.
     __syncthreads();
-    const int before = number;
+    const int part_before = part;
     const Step now = next;
-    number = number_of(now);
+    part = part_of(now);
     float ahead = 0;
     query = now.tile * kQueries;
     if (step < count) {
@@ -420,18 +430,18 @@ __global__ void __launch_bounds__(Tile::kThreads)
       }
       if constexpr (kInOrder) {
         if (warp == Tile::kPairs && lane == 0) {
-          wait_for_count(GridCount(in.counts[before]), static_cast<unsigned>(place.key_tile),
+          wait_for_count(GridCount(in.counts[part_before]), static_cast<unsigned>(place.key_tile),
                          "the parts of dQ of the keys before");
         }
         named_barrier(1 + Tile::kPairs, 32 * Tile::kPairs);
       }
-      float* const sums = in.dq_sums + dQ.offset(before, pair);
+      float* const sums = in.dq_sums + dQ.offset(part_before, pair);
 #pragma unroll
       for (int i = 0; i < dQ.kNumbers; ++i) atomicAdd(sums + 32 * i, dQ.number(i));
       if constexpr (kInOrder) {
         named_barrier(1 + Tile::kPairs, 32 * Tile::kPairs);
         if (warp == Tile::kPairs && lane == 0) {
-          GridCount(in.counts[before]).fetch_add(1, cuda::memory_order_release);
+          GridCount(in.counts[part_before]).fetch_add(1, cuda::memory_order_release);
         }
       }
     }

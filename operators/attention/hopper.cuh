@@ -182,8 +182,10 @@ __device__ __forceinline__ void bring(AttentionShared<Tile>& shared, const Atten
     const AttentionWork work = work_of<Tile>(schedule, in, number);
     shared.work[rows.wait()] = work;
     if (work.end < 0) break;
-    // The next piece is taken late: a block with a long piece would take another one that a block
-    // with a short piece could begin sooner.
+    // The number of the next piece is taken late. A block that took it before a long piece would
+    // keep it for all that time, while a block that ends sooner could begin with it. It is taken
+    // before the last tiles are put, and not after them: so the answer to atomicAdd comes while
+    // these are on their way.
     const auto take_next = [&] {
       number = schedule.next ? gridDim.x + atomicAdd(schedule.next, 1u) : schedule.total;
     };

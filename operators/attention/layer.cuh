@@ -120,8 +120,8 @@ struct AttentionLaunches {
   /// one nearly so, if there are many more keys than queries. Then heads come one after the other:
   /// so each K and V is read from memory once, and memory is read evenly. Otherwise the long pieces
   /// of a section come first. Only at the end does it matter that blocks end together. So sections
-  /// have a quarter of the pieces that are computed at a time, and the last one has many: as many
-  /// as half of the L2 cache has room for K and V of.
+  /// have a quarter of the pieces that are computed at a time. The last section has many pieces,
+  /// but no more heads than those whose K and V have room in half of the L2 cache.
   void divide_heads(AttentionSchedule& schedule, int64_t blocks) const {
     schedule.section = 1;
     schedule.sections = schedule.heads;
@@ -268,9 +268,9 @@ class Attention : AttentionLaunches<T> {
   }
 
   /// How long it should take. Without a mask all pieces of work are equally long, and come in
-  /// rounds. With one they differ, the longest come first, and blocks do not end together: the
-  /// worse, the longer the last pieces are. Or what memory takes, if that is more: a multiprocessor
-  /// alone does not get all of its rate.
+  /// rounds. With a mask they differ, and the longest come first. Blocks do not end together then.
+  /// The time lost at the end grows with the length of the last pieces. Memory may take longer than
+  /// all that: then its time counts. One multiprocessor alone does not get all of memory's rate.
   double microseconds(const TileCost& of, const Plan& plan) const {
     const double queries = static_cast<double>(shape_.queries), keys = of.keys;
     const double all_keys = static_cast<double>(shape_.keys);
@@ -291,6 +291,8 @@ class Attention : AttentionLaunches<T> {
       const double steps = std::max(pieces, row_tiles * heads * (share * tiles + 1 - share)) * step;
       arithmetic = std::max(longest, (steps + pieces * piece) / on);
       if (pieces > slots) {
+        // The shortest pieces come last: their first query sees keys - queries + 1 keys. `lacks`
+        // is which part of the last round has no pieces.
         const double shortest =
             std::max(all_keys - queries, 0.0) / keys / plan.parts * step + piece;
         const double lacks = std::ceil(pieces / slots) - pieces / slots;

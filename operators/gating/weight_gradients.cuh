@@ -24,8 +24,9 @@ struct WeightProduct {
   float* partials;                ///< (slices, channels, cols)
 };
 
-/// A block's four warps have 64 x 64 results each; rows of x and d come 32 at a time. In a stage
-/// both lie as in memory: kSide columns of x, kSide columns of d, row by row.
+/// A block has four warps, 2 x 2, of 64 x 64 results each. So a warp loads 8 fragments for 32
+/// mma.sync; with 64 x 32 results it would be 6 for 16. Rows of x and d come 32 at a time. A stage
+/// has first these rows of kSide columns of x, then those of kSide columns of d, row-major.
 struct WeightTile : product::MmaTile<128, 128, 32, 2, 2, 3, 2> {
   static constexpr int kSide = 128, kStepRows = BK;
   static_assert(BM == kSide && BN == kSide && kParts == 1);
@@ -72,8 +73,10 @@ struct WeightPipelineTile : WeightTile {
   using OwnFragments = WeightFragments<T>;
 };
 
-/// Starts the copies of one step after the other, for MmaPipeline: those of a block's columns of x
-/// and d, of which x_cols and d_cols exist, in `rows` rows from x and d on. Zeros for all others.
+/// Starts a block's copies, one step after the other, for MmaPipeline. A step is kStepRows rows of
+/// the block's columns of x and of d. A thread copies the same 8 columns of every kStep-th row. The
+/// arguments x and d are the block's first row and column. From there on `rows` rows, and x_cols
+/// and d_cols columns, exist. All others become 0 in the stage.
 template <typename T>
 class WeightCopies {
   using Tile = WeightTile;
@@ -115,7 +118,9 @@ class WeightCopies {
   const int at = primitives::swizzle<Tile::kSide>(row(), col());
 };
 
-/// Block (x, y): tile x of x^T d, its sum over slice y of the rows.
+/// Block (x, y) computes tile x of x^T d, summed up over slice y of the rows, and writes it to
+/// partials. A warp keeps its 64 x 64 sums in registers for the whole slice. Rows go by cp.async to
+/// three stages, and from there to fragments, which MmaPipeline loads while others are multiplied.
 template <typename T>
 __global__ void __launch_bounds__(WeightTile::kThreads, WeightTile::kResident)
     weight_product(const WeightProduct<T> in) {

@@ -1,10 +1,11 @@
-// Gradient features for 65 to 128 coefficients on compute capability 8.0 and newer, forward and
-// backward: by mma.sync, with right factors that stay in registers.
+// Gradient features for E from 65 to 128 on compute capability 8.0 and newer, forward and backward:
+// by mma.sync, with right factors that stay in registers.
 //
-// A warp keeps 16 columns of x, M1 and M2 as fragments. So for a tile of Gr and Gi it reads nothing
-// else from shared memory. Registers have room for two warps on each scheduler. If both multiply at
-// the same time, each is half as fast, and then both compute tanh while the tensor cores are idle.
-// So here they take turns: while one multiplies, the other one does all the rest.
+// A warp keeps 16 columns of x, M1 and M2 as fragments. So it reads from shared memory only what
+// changes from tile to tile. But then registers have room for only two warps on each scheduler. If
+// both multiply at the same time, each is half as fast, and then both compute tanh while the tensor
+// cores are idle. So one multiplies while the other one does all the rest. Forward, two groups of
+// warps take turns. Backward, one warp makes P, Q, R and S, and the other one adds them up.
 #pragma once
 
 #include <algorithm>
@@ -96,14 +97,20 @@ __device__ __forceinline__ void copy_rows(bf16* to, const bf16* from, int thread
   }
 }
 
-// Computes out = tanh(xr ar + xi ai). The groups of a block take turns, each for kHandOver products
-// alone. What is left of the products then overlaps the other group's first ones.
+// Computes out = tanh(xr ar + xi ai). Block (x, y) owns BN columns. Its two groups of four warps
+// take tiles of BV rows: group 0 begins with tile 2 y, group 1 with tile 2 y + 1, and each goes on
+// to every 2 gridDim.y-th one. A warp has all rows of its group's tile, and 16 columns. Each group
+// copies Gr and Gi of its tiles to stages of its own. Results go from registers to memory.
+//
+// The groups take turns. A group computes the first kHandOver parts of its products alone. Then the
+// other group may begin. So the rest of these products overlaps the other group's first ones, and
+// tanh and the stores overlap the others. (No block may be without a tile: see holds().)
 template <class Tiles>
 __global__ void __launch_bounds__(Tiles::kThreads, Tiles::kBlocks)
     held_features(GradientsOperands in, const bf16* M) {
   constexpr int BV = Tiles::BV, BN = Tiles::BN, kE = Tiles::kMaxE, kStages = Tiles::kStages;
   constexpr int kOwn = Tiles::kOwn, kGroup = Tiles::kGroup, kAll = Tiles::kThreads;
-  constexpr int kTurn = 1;  // the id of a barrier: group 0's turn, and behind it group 1's
+  constexpr int kTurn = 1;  // kTurn + group is the id of the barrier before this group's turn
   extern __shared__ __align__(128) bf16 tiles[];
   const int group = static_cast<int>(threadIdx.x) / kGroup;
   const int thread = static_cast<int>(threadIdx.x) % kGroup;
@@ -130,7 +137,8 @@ __global__ void __launch_bounds__(Tiles::kThreads, Tiles::kBlocks)
   for (int step = 0; step < steps; ++step) {
     const int64_t row = (first + step * tile_step) * BV;
     copy_async_wait<kStages - 2>();
-    // The group's turn; all of its copies are there, and all have read the stage before.
+    // Behind this barrier it is the group's turn, all of its copies for this step are there, and
+    // all of its warps have read the stage of the step before.
     named_barrier(kTurn + group, kAll);
     WarpGradients<BV, kOwn> sums;
     const bf16* const Gr = stages + step % kStages * 2 * Tiles::kHalf;
@@ -138,7 +146,8 @@ __global__ void __launch_bounds__(Tiles::kThreads, Tiles::kBlocks)
       if (group == 0 || step + 1 < steps) named_arrive(kTurn + 1 - group, kAll);
     });
     copy(step + kStages - 1);
-    // By pairs: to exchange them, so that a lane stores 16 bytes, takes longer.
+    // A lane stores pairs of 4 bytes. To exchange pairs among lanes first, so that a lane stores 16
+    // bytes at a time, takes longer.
 #pragma unroll
     for (int i = 0; i < BV / 8; ++i) {
 #pragma unroll
@@ -155,8 +164,9 @@ __global__ void __launch_bounds__(Tiles::kThreads, Tiles::kBlocks)
   }
 }
 
-/// Backward. A block has 64 columns and kStageCount stages, each with 32 rows of Gr, of Gi and of
-/// these columns of dOut, and two rooms for P, Q, R and S of 32 vertices.
+/// Backward. A block has 64 columns. Its first kMakers threads are makers, and the others add up
+/// (see held_backward). It has kStageCount stages, each with 32 rows of Gr, of Gi and of these
+/// columns of dOut. Beside them it has two rooms, each for P, Q, R and S of 32 vertices.
 template <int kStageCount>
 struct HeldBackward {
   static constexpr bool kHeld = true;
@@ -165,16 +175,31 @@ struct HeldBackward {
   static constexpr int kMakers = 128, kThreads = 256, kBlocks = 1;
   static constexpr int kHalf = BV * kMaxE, kStage = 2 * kHalf + BV * BN;  // elements
   static constexpr int kRight = kMaxE * BN, kProducts = 4 * BV * BN;
-  static constexpr int kRooms = std::max(3 * kRight, kStages* kStage);  // where the rooms begin
+  static constexpr int kRooms =
+      std::max<int>(3 * kRight, kStage* kStages);  // where the rooms begin
   static constexpr int64_t shared_bytes(int64_t) { return 2 * (kRooms + 2 * kProducts); }
 };
 
+// Writes partials (slices, 3, E, W), as accumulate_backward does: for each slice dM1, dM2 and D,
+// summed up over every gridDim.y-th tile of BV vertices. Block (i, slice) owns BN columns of them.
+//
+// Four warps are makers. Each keeps 16 columns of x, M1 and M2 in registers. For each tile it
+// computes P, Q, R and S in these columns, and leaves them, rounded, in a room of shared memory.
+// The makers also start all copies. The other four warps add up. Each owns 64 rows x 32 columns of
+// dM1, of dM2 and of D, in registers, for all tiles. It reads Gr and Gi of a tile, transposed, from
+// the stage, and P, Q, R and S from the room.
+//
+// In accumulate_backward all warps have products at the same time, and then tanh. Here the sums of
+// a tile are multiplied while the makers have the tanh of the next tile. And the makers do not read
+// x, M1 and M2 from shared memory again for each tile.
 template <class Tiles>
 __global__ void __launch_bounds__(Tiles::kThreads, 1)
     held_backward(GradientsOperands in, const bf16* M, float* partials) {
   constexpr int BV = Tiles::BV, BN = Tiles::BN, kE = Tiles::kMaxE, kStages = Tiles::kStages;
   constexpr int kMakers = Tiles::kMakers, kAll = Tiles::kThreads, kOwn = Tiles::kOwn;
-  constexpr int kMade = 1, kRead = 3, kAmongMakers = 5;  // ids of barriers; the first two: of rooms
+  // Ids of barriers. kMade + r: P, Q, R and S are in room r. kRead + r: room r has been read, and
+  // so has the stage of its tile. kAmongMakers is for the makers alone.
+  constexpr int kMade = 1, kRead = 3, kAmongMakers = 5;
   extern __shared__ __align__(128) bf16 tiles[];
   bf16* const rooms = tiles + Tiles::kRooms;
   const int warp = threadIdx.x / 32, w0 = blockIdx.x * BN;
@@ -198,19 +223,21 @@ __global__ void __launch_bounds__(Tiles::kThreads, 1)
       }
       copy_async_commit();
     };
-    // Copies are kStages - 2 steps ahead: the sums of a step are added up to two steps later.
+    // Copies are only kStages - 2 steps ahead: the stages of this step and of the step before are
+    // still read, since a tile is added up a step later than it is made.
     for (int step = 0; step < kStages - 2; ++step) copy(step);
     for (int step = 0; step < steps; ++step) {
       copy_async_wait<kStages - 3>();
-      // All makers' copies are there; and the stage and the room of two steps before have been
-      // read.
+      // All makers' copies for this step are there. And the tile of two steps before has been added
+      // up: so its stage and its room are free.
       step < 2 ? meet() : named_barrier(kRead + step % 2, kAll);
       copy(step + kStages - 2);
       bf16* const Gr = stage_of(step);
       bf16* const Gi = Gr + Tiles::kHalf;
       WarpGradients<BV, kOwn> sums;
-      // Only now the sums of the tile before begin. So they have the tensor cores while the makers
-      // compute P, Q, R and S, and the makers have them now.
+      // The sums of the tile before begin only when kHandOver parts of this tile's products are
+      // done. Until then the makers have the tensor cores alone. After that the sums have them,
+      // while the makers compute P, Q, R and S.
       add_held<Tiles::kHandOver>(sums, Gr, Gi, right, [&] {
         if (step > 0) named_arrive(kMade + (step - 1) % 2, kAll);
       });

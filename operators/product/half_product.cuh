@@ -23,8 +23,9 @@
 //   - At 512 x 512 with a depth of 16384 there are 16 tiles of 128 x 128. So the steps of each are
 //     cut into slices, for the blocks of a cluster or for several clusters (sliced.cuh).
 //   - At 135 x 480 with a depth of 11824 the last cluster of a tile would add up many sums alone.
-//     So each slice leaves its sums, and a second launch adds them up. Tiles have 64 columns and up
-//     to 200 rows, since the L2 cache sets the time: a cluster fetches each row of A once.
+//     So each slice leaves its sums in memory, and a second launch adds them up. What bounds the
+//     product is what it reads from the L2 cache. So tiles have 64 columns and up to 200 rows: four
+//     blocks side by side fetch each row of A once for all of them.
 //   - With few rows the time is that of reading B. Each element of B is wanted once, so the L2
 //     cache is told not to keep it (OneRow). It then keeps what others have written there; to write
 //     that to memory would take a part of this product's time.
@@ -129,8 +130,9 @@ class HalfProduct {
                  TransposedTiles<T, 56, 64, 4, 1>, TransposedTiles<T, 48, 64, 2, 1>,
                  OneRow<Tiles<T, 64, 128, 2, 1, 2>>, OneRow<TransposedTiles<T, 32, 128, 1, 1>>>;
 
-  // For few rows or columns, and a long k: these may also come in slices that finish_slices adds
-  // up. The blocks of a cluster share A; of eight blocks two or four share each tile of B, too.
+  // For few rows or columns, and a long k. These tiles may also come in slices that finish_slices
+  // adds up. The blocks side by side in a cluster share rows of A. In clusters of eight, 2 x 4 or
+  // 4 x 2 blocks, those above each other share a tile of B, too.
   using NarrowTiles = TileChoice<
       TransposedTiles<T, 200, 64, 1, 4>, TransposedTiles<T, 160, 64, 1, 4>,
       InTurn<TransposedTiles<T, 144, 64, 1, 4>>, InTurn<TransposedTiles<T, 120, 64, 1, 4>>,
@@ -210,7 +212,7 @@ class HalfProduct {
         launch);
   }
 
-  /// How far rows are apart of the products that slices leave for finish_slices.
+  /// How far apart, in elements, the rows of the sums are that slices leave for finish_slices.
   int64_t stride_apart() const { return int64_t{4} * ceil_div(shape_.cols, 4); }
 
   /// The ways in slices of one cluster each, which finish_slices adds up.

@@ -387,8 +387,9 @@ struct AddedPlan {
   int clusters() const { return tiles * slices; }
 };
 
-/// The plan with the number of slices that should be the fastest; none where a multiprocessor would
-/// have more than one. A slice leaves `elements` of fp32.
+/// The plan with the number of slices that should be the fastest. There is none if two slices of
+/// each tile do not fit on the device at the same time, or have fewer than kLeast steps. A slice
+/// leaves `elements` sums in fp32 in memory.
 inline std::optional<AddedPlan> plan_added(const WorkFacts& work, const ProductShape& shape,
                                            const Estimate& estimate, const ProductCosts& cost,
                                            int64_t elements) {

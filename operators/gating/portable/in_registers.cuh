@@ -2,10 +2,10 @@
 // mma.sync, with weights that stay in registers.
 //
 // A block with its weights in shared memory (resident_mma in portable.cuh) reads them again for
-// each tile of x. Here a warp keeps its part of them as fragments, 16 columns of W1 and of W2. So
-// for a tile it reads nothing but x, and its sums are few enough for 16 warps on a multiprocessor.
-// Warps with the same rows of x are a team: they share tiles of 16 rows, and the stages of shared
-// memory to which these come.
+// each tile of x. Here a warp keeps 16 columns of W1 and of W2 as fragments. So for a tile it reads
+// only x and its biases, and its sums are few enough for 16 warps on a multiprocessor. Warps with
+// the same rows of x are a team. They share tiles of 16 rows of x, and the stages of shared memory
+// to which these tiles are copied.
 #pragma once
 
 #include "operators/gating/gate.cuh"
@@ -40,12 +40,19 @@ struct HeldTile {
 };
 
 /// Which of a warp's columns is number `place` in the fragments. mma.sync leaves a lane two
-/// neighbours of each 8 places. So those of all 8s that a lane has are neighbours in out.
+/// neighbouring places of each 8. In this order all places of a lane are neighbouring columns of
+/// out: so a lane stores them as one.
 template <int kOwn>
 __host__ __device__ constexpr int held_column(int place) {
   return place % 8 / 2 * (kOwn / 4) + place / 8 * 2 + place % 2;
 }
 
+/// A block has 16 warps, which are 16 / team teams. A team takes every `stride`-th tile of 16 rows.
+/// Each warp of it owns the same kOwn columns of out in all of these tiles. Its columns of W1 and
+/// W2 go through shared memory to registers once, and stay there. Rows of x go by cp.async to the
+/// team's stages, from which all of its warps load them. A lane owns four neighbouring columns of
+/// two rows of out. It stores them from its registers, 8 bytes for each row. Teams do not wait for
+/// each other: so while one has its sigmoids, another one multiplies.
 template <class Tile, typename T>
 __global__ void __launch_bounds__(Tile::kThreads, 1)
     held_mma(const __grid_constant__ HeldMma<T> of) {
@@ -98,8 +105,8 @@ __global__ void __launch_bounds__(Tile::kThreads, 1)
     copy_async_commit();
   };
 
-  // The weights come first, in pairs of columns. Each warp needs those of its columns, and so do
-  // its like in other teams: they divide the copies.
+  // The weights come first, in pairs of columns. All teams have the same weights, and warps with
+  // the same `member` need the same columns. So these warps divide the copies.
   for (int i = (team * 32 + lane) * 2; i < kDepth * kWidth; i += teams * 32 * 2) {
     const int k = i / kWidth, c = i % kWidth, col = member * kOwn + held_column<kOwn>(c % kOwn);
     const T* const from = (c < kOwn ? in.W1 : in.W2) + int64_t{k} * in.H + col;

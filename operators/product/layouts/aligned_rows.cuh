@@ -30,7 +30,7 @@ struct RowCopies {
 
   RowCopy<T> of[kCount];
 
-  /// Enough for the copy with the most words.
+  /// The grid. Its x is enough for the copy with the most words, but at most 8192; y is the copy.
   dim3 blocks() const {
     int64_t words = 0;
     for (const RowCopy<T>& copy : of) {
@@ -42,7 +42,7 @@ struct RowCopies {
   }
 };
 
-/// A word, of which `left` elements exist, by loads of kWidth elements; zeros for the others.
+/// Loads a word by loads of kWidth elements. `left` of its elements exist; the others become 0.
 template <int kWidth, typename T, int kOfWord>
 __device__ void load_word(T (&word)[kOfWord], const T* from, int left) {
   constexpr int kLoad = kWidth < kOfWord ? kWidth : kOfWord;
@@ -55,10 +55,12 @@ __device__ void load_word(T (&word)[kOfWord], const T* from, int left) {
   }
 }
 
-/// Copies rows of matrices, blockIdx.y being which. What is beyond `cols` becomes 0. The words of a
-/// copy are counted along its rows, one row after another, and threads beside each other have words
-/// beside each other. So a warp's lines are read from the L2 cache once, although `from` is read by
-/// narrow loads: with more than 16 bytes of a row for each thread, floats took three times as long.
+/// Copies rows of matrices. Blocks with blockIdx.y = i make copy i. Beyond `cols` there will be 0.
+/// Words of 16 bytes are numbered along the rows of the copy, one row after another. Neighbouring
+/// threads own neighbouring words. So the loads of a warp, which may be as narrow as one element,
+/// fall into few lines, and each line is read from the L2 cache once. When each thread had more
+/// than 16 bytes of a row, floats took three times as long. A thread loads kCopiesAtOnce words,
+/// kCopyThreads words apart, before it stores the first: so it waits for memory once.
 template <typename T, int kCount>
 __global__ void __launch_bounds__(kCopyThreads)
     align_rows(const __grid_constant__ RowCopies<T, kCount> copies) {
@@ -70,7 +72,7 @@ __global__ void __launch_bounds__(kCopyThreads)
   const RowCopy<T>& copy = copies.of[blockIdx.y];
   const uint32_t across = max(1, copy.stride / kOfWord);  // a stride of 0: nothing to copy
   const int64_t words = int64_t{copy.rows} * across;
-  // From a word of a thread to its next one it is so many rows, and words, further.
+  // A thread's next word is so many rows, and so many words of a row, further on.
   const int rows_further = kCopyThreads / across, words_further = kCopyThreads % across;
   for (int64_t first = int64_t{blockIdx.x} * kOfBlock + threadIdx.x; first < words;
        first += int64_t{gridDim.x} * kOfBlock) {
@@ -100,8 +102,8 @@ __global__ void __launch_bounds__(kCopyThreads)
   }
 }
 
-/// Launches align_rows, if there is something to copy; `early` as launch_clusters_on() has it.
-/// Returns whether.
+/// Launches align_rows if there is something to copy, and returns whether there is. `early` is what
+/// it is for launch_clusters_on().
 template <typename T, int kCount>
 bool launch_align_rows(const RowCopies<T, kCount>& copies, cudaStream_t stream,
                        bool early = false) {
