@@ -522,7 +522,7 @@ print(library.fk_last_error().decode())
 
 
 @pytest.mark.parametrize("options, slices", [
-    (dict(rows=1300, inputs=16, hidden=9), True), (dict(rows=400, inputs=136, hidden=66, out_stride=72), True),
+    (dict(rows=1300, inputs=16, hidden=9), True), (dict(rows=600, inputs=136, hidden=66, out_stride=72), True),
     (dict(rows=1300, inputs=7, hidden=9), False)], ids=str)
 def test_few_weights_of_many_rows_come_from_slices(library, options, slices):
     """Where rows of x are aligned."""
