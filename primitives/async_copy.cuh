@@ -169,18 +169,18 @@ __device__ void copy_tile(half* to, const half* from, int row0, int col0, int ro
 
 /// Starts the copy of a tile of kRows x kCols of the matrix `from` (row-major, rows x cols,
 /// elements of 16 bits, cols a multiple of 8), from (row0, col0) on, to shared memory. There it
-/// lies as swizzle<kCols>() says. What is outside of the matrix becomes zero. All kThreads threads
-/// of the block call it. kOnce: see copy_async().
+/// lies as swizzle<kCols>() says. What is outside of the matrix becomes zero. kThreads threads call
+/// it, of which this one is number `thread`. kOnce: see copy_async().
 template <int kRows, int kCols, int kThreads, bool kOnce = false, typename T>
-__device__ void copy_swizzled(T* to, const T* from, int64_t row0, int col0, int64_t rows,
-                              int cols) {
+__device__ void copy_swizzled(T* to, const T* from, int64_t row0, int col0, int64_t rows, int cols,
+                              unsigned thread = threadIdx.x) {
   static_assert(sizeof(T) == 2);
   // A thread's pieces of 16 bytes are all in the same columns, kStep rows apart. So each address is
   // the one before plus a constant. kStep is a multiple of 8, so these rows are swizzled alike, and
   // a piece's place in the tile is the one before plus a constant, too.
   constexpr int kPieces = kCols / 8, kStep = kThreads / kPieces;
   static_assert(kThreads % kPieces == 0 && (kStep % 8 == 0 || kStep >= kRows));
-  const int row = threadIdx.x / kPieces, col = threadIdx.x % kPieces * 8;
+  const int row = thread / kPieces, col = thread % kPieces * 8;
   const T* piece = from + (row0 + row) * cols + col0 + col;
   T* at = to + swizzle<kCols>(row, col);
   // How many rows there are from the thread's first one on.

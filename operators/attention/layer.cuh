@@ -289,17 +289,17 @@ class Attention : AttentionLaunches<T> {
       const double seeing = std::min(queries, all_keys), share = seeing / queries;
       const double tiles = (all_keys - seeing / 2) / keys + 0.5 + 0.5 * of.rows / plan.pack / keys;
       const double steps = std::max(pieces, row_tiles * heads * (share * tiles + 1 - share)) * step;
-      arithmetic = std::max(longest, (steps + pieces * piece) / on);
+      double uneven = 0;
       if (pieces > slots) {
         // The shortest pieces come last: their first query sees keys - queries + 1 keys. `lacks`
         // is which part of the last round has no pieces.
         const double shortest =
             std::max(all_keys - queries, 0.0) / keys / plan.parts * step + piece;
         const double lacks = std::ceil(pieces / slots) - pieces / slots;
-        const double uneven = kUnevenEnd * longest + kLastRound * lacks * shortest;
-        arithmetic = std::max(longest, (steps + pieces * piece) / on + uneven);
-        if (plan.parts > 1) arithmetic *= kPartsInRounds;
+        uneven = kUnevenEnd * longest + kLastRound * lacks * shortest;
       }
+      arithmetic = std::max(longest, (steps + pieces * piece) / on + uneven);
+      if (plan.parts > 1 && pieces > slots) arithmetic *= kPartsInRounds;
     }
     const double memory = shape_.bytes() / std::min(memory_rate(), on * kBytesOfOne * cycles());
     double merge = 0;

@@ -80,23 +80,6 @@ __device__ __forceinline__ void load_held(unsigned (&right)[3][kDepth16][1][4], 
   meet();
 }
 
-/// copy_swizzled() of kThreads threads, of which this one is number `thread`.
-template <int kRows, int kCols, int kThreads>
-__device__ __forceinline__ void copy_rows(bf16* to, const bf16* from, int thread, int64_t row0,
-                                          int col0, int64_t rows, int cols) {
-  constexpr int kPieces = kCols / 8, kStep = kThreads / kPieces;
-  static_assert(kStep % 8 == 0 && kRows % kStep == 0);
-  const int row = thread / kPieces, col = thread % kPieces * 8;
-  const bf16* piece = from + (row0 + row) * cols + col0 + col;
-  bf16* const at = to + swizzle<kCols>(row, col);
-  const int64_t there = col0 + col < cols ? rows - row0 - row : 0;
-  const int inside = there < kRows ? static_cast<int>(there) : kRows;
-#pragma unroll
-  for (int r = 0; r < kRows; r += kStep, piece += int64_t{kStep} * cols) {
-    copy_async<16>(at + r * kCols, piece, r < inside);
-  }
-}
-
 // Computes out = tanh(xr ar + xi ai). Block (x, y) owns BN columns. Its two groups of four warps
 // take tiles of BV rows: group 0 begins with tile 2 y, group 1 with tile 2 y + 1, and each goes on
 // to every 2 gridDim.y-th one. A warp has all rows of its group's tile, and 16 columns. Each group
@@ -127,8 +110,8 @@ __global__ void __launch_bounds__(Tiles::kThreads, Tiles::kBlocks)
     if (step < steps) {
       const int64_t row = (first + step * tile_step) * BV;
       bf16* const stage = stages + step % kStages * 2 * Tiles::kHalf;
-      copy_rows<BV, kE, kGroup>(stage, in.Gr, thread, row, 0, in.V, in.E);
-      copy_rows<BV, kE, kGroup>(stage + Tiles::kHalf, in.Gi, thread, row, 0, in.V, in.E);
+      copy_swizzled<BV, kE, kGroup>(stage, in.Gr, row, 0, in.V, in.E, thread);
+      copy_swizzled<BV, kE, kGroup>(stage + Tiles::kHalf, in.Gi, row, 0, in.V, in.E, thread);
     }
     copy_async_commit();
   };
@@ -210,16 +193,16 @@ __global__ void __launch_bounds__(Tiles::kThreads, 1)
 
   if (threadIdx.x < kMakers) {
     const auto meet = [] { named_barrier(kAmongMakers, kMakers); };
-    const int thread = static_cast<int>(threadIdx.x), own_col = warp * kOwn;
+    const int own_col = warp * kOwn;
     unsigned right[3][kE / 16][1][4];
     load_held<BN, kMakers>(right, tiles, in, M, w0, own_col, meet);
     const auto copy = [&](int step) {
       if (step < steps) {
         const int64_t row = (blockIdx.y + int64_t{step} * gridDim.y) * BV;
         bf16* const to = stage_of(step);
-        copy_rows<BV, kE, kMakers>(to, in.Gr, thread, row, 0, in.V, in.E);
-        copy_rows<BV, kE, kMakers>(to + Tiles::kHalf, in.Gi, thread, row, 0, in.V, in.E);
-        copy_rows<BV, BN, kMakers>(to + 2 * Tiles::kHalf, in.d_out, thread, row, w0, in.V, in.W);
+        copy_swizzled<BV, kE, kMakers>(to, in.Gr, row, 0, in.V, in.E);
+        copy_swizzled<BV, kE, kMakers>(to + Tiles::kHalf, in.Gi, row, 0, in.V, in.E);
+        copy_swizzled<BV, BN, kMakers>(to + 2 * Tiles::kHalf, in.d_out, row, w0, in.V, in.W);
       }
       copy_async_commit();
     };
