@@ -14,7 +14,7 @@
 
 namespace operators::product {
 
-using primitives::device_fact, primitives::multiprocessors;
+using primitives::multiprocessors;
 
 /// What a block of a tile does in a step, and with its results. A line is 128 bytes.
 struct TileWork {
@@ -35,6 +35,7 @@ struct Division {
   double rounds;              ///< tiles that a cluster has; less than 1 if it has a slice of one
   double finished = 1;        ///< how many tiles' results it stores
   double shared = 0;          ///< how many of `rounds` are of tiles shared in unequal parts
+  double places = 1;          ///< along k, at which clusters are that share such tiles
   double pieces = 1;          ///< of a shared tile, that are added up through memory
   int slices_of_cluster = 1;  ///< of a tile, that a cluster adds up in its blocks (SlicedProduct)
 };
@@ -72,6 +73,7 @@ struct ProductCosts {
   double store = 0, store_alone = 0;  ///< cycles for an element; for one of a consumer
   double narrow = 0, narrowest = 0;   ///< cycles more for one of a consumer: where rows of C are no
                                       ///< multiples of 16 bytes long; of an odd number of elements
+  double store_three = 0;             ///< cycles for an element more, if there are three consumers
   double narrow_transposed = 0;       ///< cycles for an element more, if the tile is transposed
   double tile = 0;                    ///< cycles between two tiles
   double tile_shared = 0;  ///< the same more, in a cluster whose blocks share what they copy
@@ -85,11 +87,11 @@ struct ProductCosts {
   double piece = 0, piece_element = 0;  ///< microseconds of each piece; and for each element of a
                                         ///< thread
   double partial = 0;                   ///< microseconds for 2^10 elements of each multiprocessor
-  double shared_steps = 0;   ///< factor of a step, where clusters are at different places along k
-  double shared_reads = 0;   ///< of what these clusters fetch, the part that comes from memory
-  double spilled_reads = 0;  ///< the same more, times the part of A and B that L2 does not hold
-  double in_cluster = 0;     ///< microseconds for each doubling of slices of a cluster
-  double sent = 0;           ///< microseconds for each element that a thread sends to other slices
+  double shared_steps = 0;  ///< factor of a step, where clusters are at different places along k
+  double shared_reads = 0;  ///< of what these clusters fetch, the part that comes from memory
+  double place_reads = 0;   ///< factor of the time of what all places have to fetch
+  double in_cluster = 0;    ///< microseconds for each doubling of slices of a cluster
+  double sent = 0;          ///< microseconds for each element that a thread sends to other slices
   double pair = 0, four = 0, eight = 0;  ///< microseconds until a cluster of so many blocks has met
   double copies = 0, copy = 0;  ///< microseconds of align_rows; and factor of its bytes' time
   double gather = 0;            ///< microseconds more where threads copy a factor (GatheredProduct)
@@ -160,39 +162,40 @@ inline constexpr StepFactor kHalfSteps[] = {
     {256, 128, true, 1, 2, 0.942}};
 
 /// Of products in TF32.
-inline constexpr ProductCosts kTf32Costs = {.start = 2.08,
-                                            .multiply = 0.661,
-                                            .shared_bytes = 190,
-                                            .l2_bytes = 52.8,
-                                            .sent_to_each = 0.212,
-                                            .least_asking = 0.198,
-                                            .least_cycles = 251,
-                                            .off_line = 1.19,
-                                            .off_sector = 1.6,
-                                            .store = 0.116,
-                                            .store_alone = 0.0283,
-                                            .narrow = 0.00843,
-                                            .narrowest = 0.0386,
-                                            .tile = 109,
-                                            .tile_shared = 263,
-                                            .burst = 0.0731,
-                                            .narrow_burst = 0.0108,
-                                            .read = 0.608,
-                                            .write = 0.0574,
-                                            .write_narrow = 1.03,
-                                            .handover = 2.26,
-                                            .piece_element = 0.0105,
-                                            .partial = 0.144,
-                                            .shared_steps = 1.07,
-                                            .spilled_reads = 0.4,
-                                            .in_cluster = 0.0898,
-                                            .sent = 0.0507,
+inline constexpr ProductCosts kTf32Costs = {.start = 2.35,
+                                            .multiply = 0.823,
+                                            .shared_bytes = 305,
+                                            .l2_bytes = 70.7,
+                                            .sent_to_each = 0.0243,
+                                            .least_asking = 0.738,
+                                            .least_cycles = 253,
+                                            .off_line = 1.24,
+                                            .off_sector = 1.73,
+                                            .store = 0.0959,
+                                            .store_alone = 0.00739,
+                                            .narrow = 0.00725,
+                                            .narrowest = 0.00436,
+                                            .store_three = 0.0315,
+                                            .tile = 849,
+                                            .tile_shared = 286,
+                                            .burst = 0.0939,
+                                            .narrow_burst = 0.00434,
+                                            .read = 0.965,
+                                            .write = 0.889,
+                                            .write_narrow = 0.127,
+                                            .handover = 0.891,
+                                            .piece_element = 0.0102,
+                                            .partial = 0.119,
+                                            .shared_steps = 1.16,
+                                            .place_reads = 0.2,
+                                            .in_cluster = 0.0138,
+                                            .sent = 0.0248,
                                             .pair = 0.197,
-                                            .copies = 1.56,
-                                            .copy = 1.3,
+                                            .copies = 1.2,
+                                            .copy = 1,
                                             .once = 0.315,
-                                            .added = 2.31,
-                                            .added_bytes = 1.01};
+                                            .added = 1.92,
+                                            .added_bytes = 0.951};
 
 /// Of products in 3xTF32.
 inline constexpr ProductCosts kSplitTf32Costs = {.start = 1.83,
@@ -261,11 +264,16 @@ inline double fetched_by_sharers(const TileWork& tile, int element_bytes, int de
          (1.0 * tile.rows * tile.stack + 1.0 * tile.cols * tile.side) * depth * element_bytes;
 }
 
-/// The part of A and B that the L2 cache does not hold.
-inline double spilled(const ProductMatrices& of) {
-  const ProductShape& shape = of.shape;
-  const double bytes = 1.0 * of.element_bytes * shape.depth * (1.0 * shape.rows + 1.0 * shape.cols);
-  return std::max(0.0, 1 - device_fact<cudaDevAttrL2CacheSize>() / bytes);
+/// Bytes that clusters fetch which share tiles in unequal parts, if those at the same place along k
+/// have nearly a square of C and fetch each line once. The shape's rows are those of the tiles.
+inline double fetched_by_places(const TileWork& tile, const ProductMatrices& of,
+                                const Division& division) {
+  const double rows = 1.0 * tile.rows * tile.stack, cols = 1.0 * tile.cols * tile.side;
+  const double area = division.clusters / division.places * rows * cols;
+  const double high = std::min(std::max(std::sqrt(area), rows), 1.0 * of.shape.rows);
+  const double wide = std::min(std::max(area / high, cols), 1.0 * of.shape.cols);
+  return division.shared * division.places * (std::min(area / wide, 1.0 * of.shape.rows) + wide) *
+         of.shape.depth * of.element_bytes;
 }
 
 /// Microseconds of a product of these tiles, whose rows are aligned.
@@ -291,7 +299,8 @@ inline double product_microseconds(const ProductCosts& cost, const TileWork& til
   const bool narrow = of.pitch_c % 16 != 0, odd = of.pitch_c / of.element_bytes % 2 != 0;
   const double unaligned = !narrow ? 0 : odd ? cost.narrowest : cost.narrow;
   const double store =
-      elements * (cost.store + (narrow && tile.transposed ? cost.narrow_transposed : 0)) +
+      elements * (cost.store + (narrow && tile.transposed ? cost.narrow_transposed : 0) +
+                  (tile.consumers == 3 ? cost.store_three : 0)) +
       elements / tile.consumers * (cost.store_alone + unaligned) + cost.tile +
       (blocks > 1 ? cost.tile_shared : 0) +
       elements * elements / (1 << 15) *
@@ -305,8 +314,7 @@ inline double product_microseconds(const ProductCosts& cost, const TileWork& til
       (of.element_bytes *
            (cost.read * (1.0 * shape.rows * shape.depth + 1.0 * shape.depth * shape.cols) +
             (cost.write + (narrow ? cost.write_narrow : 0)) * shape.rows * shape.cols) +
-       (cost.shared_reads + cost.spilled_reads * spilled(of)) *
-           fetched_by_sharers(tile, of.element_bytes, shape.depth, division)) /
+       cost.shared_reads * fetched_by_sharers(tile, of.element_bytes, shape.depth, division)) /
       memory_rate();
 
   double more = cost.start - (tile.read_once ? cost.once : 0);
@@ -318,6 +326,7 @@ inline double product_microseconds(const ProductCosts& cost, const TileWork& til
   const double others = 1 - 1.0 / division.slices_of_cluster;  // how much of a sum is for others
   more += cost.in_cluster * std::log2(division.slices_of_cluster) +
           cost.sent * tile.rows * tile.cols / tile.consumers / 128 * others +
+          cost.place_reads * fetched_by_places(tile, of, division) / memory_rate() +
           handover_microseconds(cost, tile, division);
   constexpr double kOverlap = 1.7;  // between a sum (1) and the longer one (infinity)
   return more + std::pow(std::pow(busy, kOverlap) + std::pow(memory, kOverlap), 1 / kOverlap);

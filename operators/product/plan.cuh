@@ -291,8 +291,12 @@ inline std::vector<ProductPlan> plan_product(const WorkFacts& work, const Produc
     if (shared.shared > 0 && int64_t{tiles} * whole.steps >= int64_t{kLeastSteps} * of_clusters) {
       const double rounds = 1.0 * tiles / of_clusters;
       plan = {of_clusters, true,
-              estimate(Division{of_clusters, rounds, std::max(1.0, std::floor(rounds)),
-                                equal ? 0 : rounds - shared.rounds, pieces})};
+              estimate({.clusters = of_clusters,
+                        .rounds = rounds,
+                        .finished = std::max(1.0, std::floor(rounds)),
+                        .shared = equal ? 0 : rounds - shared.rounds,
+                        .places = equal ? 1.0 : shared.places(),
+                        .pieces = pieces})};
     }
     return plan;
   };

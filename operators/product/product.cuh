@@ -10,7 +10,8 @@
 //     Copies copies(work, grid)
 //         For the thread that copies, the steps of all pieces: copies.next() goes on to the next
 //         one, or is false after the last; copies.load(stage, arrived) starts its copies, and
-//         load<true> those of this block alone; copies.end() is called at the end.
+//         load<true> those of this block alone; copies.end() is called at the end. If there is
+//         copies.bytes(), it says how many bytes a step's copies bring; else they fill a stage.
 //     Results results(work, shared, grid, consumer)
 //         For a warpgroup that multiplies: results.next() goes on to the next piece, or is false
 //         after the last; multiply(sum, reader) takes its steps, store(sum) is the epilogue, or
@@ -33,6 +34,7 @@
 #pragma once
 
 #include <limits>
+#include <numeric>
 #include <string>
 
 #include "operators/product/shape.h"
@@ -252,6 +254,8 @@ struct Timetable {
     }
   }
 
+  /// At how many places of their tiles the clusters' ranges of shared steps begin.
+  constexpr int places() const { return clusters / std::gcd(shared, clusters); }
   /// Of the shared steps, the first one of a cluster's range.
   __host__ __device__ int first_step(int cluster) const {
     return shared * steps * cluster / clusters;
@@ -737,6 +741,15 @@ constexpr int filling_warps() {
 template <class Work>
 inline constexpr int kFillingWarps = filling_warps<Work>();
 
+#if HOPPER_CODE
+/// How many bytes the copies of a step bring.
+template <class Stage, class Copies>
+__device__ int bytes_of(const Copies& copies) {
+  if constexpr (requires { copies.bytes(); }) return copies.bytes();
+  return loaded_bytes<Stage>();
+}
+#endif
+
 /// Launched with kClusterBlocks<Work> blocks for each cluster. One thread of a block orders copies,
 /// and Tile::kConsumers warpgroups multiply.
 template <class Work>
@@ -755,7 +768,7 @@ __global__ void HOPPER_CLUSTER(kClusterBlocks<Work>) __launch_bounds__(Work::Til
     if constexpr (Work::kFetchesFirst) {
       typename Work::Copies copies(work, grid);
       if (copies.next()) {
-        put_first(shared.pipeline, [&](Stage& stage, Barrier* arrived) {
+        put_first(shared.pipeline, bytes_of<Stage>(copies), [&](Stage& stage, Barrier* arrived) {
           copies.template load<true>(stage, arrived);
         });
       }
@@ -779,7 +792,8 @@ __global__ void HOPPER_CLUSTER(kClusterBlocks<Work>) __launch_bounds__(Work::Til
       Writer writer(shared.pipeline, Work::kFetchesFirst);
       typename Work::Copies copies(work, grid);  // from the first step on: put() knows it is filled
       while (copies.next()) {
-        writer.put([&](Stage& stage, Barrier* arrived) { copies.load(stage, arrived); });
+        writer.put(bytes_of<Stage>(copies),
+                   [&](Stage& stage, Barrier* arrived) { copies.load(stage, arrived); });
       }
       if constexpr (Tile::kBlocks > 1) writer.finish();
       copies.end();

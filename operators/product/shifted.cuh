@@ -90,6 +90,7 @@ struct ShiftedTile {
 /// of `steps` steps.
 struct ShiftedProduct {
   ShiftedRows A, B;
+  int a_rows;  ///< of a tile of A that are fetched: no more than A has, in fours
   float* C;
   int64_t c_stride;
   ProductShape shape;
@@ -200,7 +201,8 @@ __global__ void __launch_bounds__(Tile::kThreads, Tile::kResident)
     float* const to = shifted_stages + step % kStages * Tile::kStage;
     Barrier* const barrier = full + step % kStages;
     const int k = (at.first + step) * BK;
-    barrier_arrive_expect(barrier, static_cast<int>(sizeof(float)) * Tile::kStage);
+    barrier_arrive_expect(barrier,
+                          static_cast<int>(sizeof(float)) * (of.a_rows * kPitchA + BK * kPitchB));
 #pragma unroll
     for (int c = 0; c < 4; ++c) {
       tensor_load(to + c * (BM / 4 * kPitchA), of.A.maps + c, at.row / 4, k, barrier);
@@ -324,17 +326,17 @@ struct ShiftedCosts {
   double share;      ///< the same for 2^10 sums of a tile, which a cluster adds up
   double store;      ///< microseconds for 2^20 elements of C
 };
-inline constexpr ShiftedCosts kShiftedTf32Costs = {.start = 3.25,
-                                                   .line = 5.44,
-                                                   .aligned_b = 0.274,
-                                                   .multiply = 2.14,
-                                                   .least = 972,
-                                                   .unequal = 0.54,
-                                                   .memory = 0.897,
-                                                   .handover = 2.45,
-                                                   .piece = 0.36,
-                                                   .share = 0.233,
-                                                   .store = 5.62};
+inline constexpr ShiftedCosts kShiftedTf32Costs = {.start = 2.76,
+                                                   .line = 5.05,
+                                                   .aligned_b = 0.213,
+                                                   .multiply = 2.05,
+                                                   .least = 1170,
+                                                   .unequal = 0.617,
+                                                   .memory = 0.987,
+                                                   .handover = 1.84,
+                                                   .piece = 0.372,
+                                                   .share = 0.243,
+                                                   .store = 7.6};
 inline constexpr ShiftedCosts kShiftedSplitCosts = {.start = 2.62,
                                                     .line = 8.73,
                                                     .aligned_b = 0.0505,
@@ -410,10 +412,13 @@ struct ShiftedWays {
   template <class Tile>
   void launch(const ShiftedPlan& plan, const Exchange& exchange) const {
     constexpr bool kRounds = Tile::kMath == Math::tf32;
+    // To write zeros, where a box lies outside of A, would take the copy engine longer.
+    const int a_rows = std::min(Tile::BM, 4 * ceil_div(shape.rows, 4));
     const ShiftedProduct product = {
-        {A, shape.rows, shape.depth, a_stride, 4, Tile::BM, Tile::kPitchA, kRounds},
+        {A, shape.rows, shape.depth, a_stride, 4, a_rows, Tile::kPitchA, kRounds},
         {B, shape.depth, shape.cols, b_stride, ShiftedRows::classes_of(b_stride), Tile::BK,
          Tile::kPitchB, kRounds},
+        a_rows,
         C,
         c_stride,
         shape,

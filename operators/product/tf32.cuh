@@ -10,15 +10,15 @@
 
 namespace operators::product {
 
-/// A block has 128 rows by kColumns columns, and a cluster kStackedTiles such tiles below each
-/// other. Each of two consumers multiplies 64 rows. Memory has the left factor as (rows, k), or as
+/// A block has 64 rows for each of its kCount consumers, by kColumns columns, and a cluster
+/// kStackedTiles such tiles below each other. Memory has the left factor as (rows, k), or as
 /// (k, rows) if it is transposed, and the right one as (columns, k).
-template <int kColumns, int kStackedTiles, bool kTransposedLeft = false>
-struct Tf32Tile : Warpgroups<2> {
+template <int kColumns, int kStackedTiles, bool kTransposedLeft = false, int kCount = 2>
+struct Tf32Tile : Warpgroups<kCount> {
   using Element = float;
-  using Transposed = Tf32Tile<kColumns, kStackedTiles, true>;
+  using Transposed = Tf32Tile<kColumns, kStackedTiles, true, kCount>;
   static constexpr bool kTransposed = kTransposedLeft;
-  static constexpr int BM = 128, BN = kColumns, kStack = kStackedTiles, kSide = 1;
+  static constexpr int BM = 64 * kCount, BN = kColumns, kStack = kStackedTiles, kSide = 1;
   static constexpr int kBlocks = kStack * kSide, kDepth = kLine<float>;  // of a step
   using Left = std::conditional_t<kTransposed, TransposedLeftTile<BM>, LeftTile<float, BM>>;
   using TileSum = Sum<BN>;

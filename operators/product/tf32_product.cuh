@@ -29,17 +29,16 @@ namespace operators::product {
 
 using namespace primitives;
 
-/// A block has kRows rows by 128 columns of C, of which each of two consumers multiplies 64, and a
+/// A block has kRows rows by kCols columns of C, of which each consumer multiplies 64, and a
 /// cluster kBesides such tiles beside each other, which share what they copy of A. (Of C^T they
 /// are below each other: BM, BN and the place of a tile in a Schedule are those of C^T.)
-template <Math kMath, int kRows, int kBesides>
-struct PlainTf32Tile : Tf32Tile<kRows, kBesides, true> {
-  using Base = Tf32Tile<kRows, kBesides, true>;
+template <Math kMath, int kRows, int kBesides, int kCols = 128>
+struct PlainTf32Tile : Tf32Tile<kRows, kBesides, true, kCols / 64> {
+  using Base = Tf32Tile<kRows, kBesides, true, kCols / 64>;
   static constexpr bool kSplit = kMath == Math::split;
   struct Stage {
     ColumnTile<float, kRows> a[kSplit ? 2 : 1];  // and, in 3xTF32, what it lacks
     typename Base::Left b;
-    static constexpr int kLoaded = sizeof(ColumnTile<float, kRows>) + sizeof(typename Base::Left);
   };
   static constexpr int kStages = std::min<int>(8, kSharedRoom / sizeof(Stage));
   struct Shared {
@@ -51,21 +50,38 @@ struct PlainTf32Tile : Tf32Tile<kRows, kBesides, true> {
 
 /// The Work of such a product. Its results leave without the copy engine, 8 bytes at a time where
 /// c_stride is even: neighbours of a column of C^T.
+///
+/// The copy engine writes zeros where a box lies outside of a matrix, and to do that takes it
+/// longer than to fetch as many bytes. So it fetches no more than there is where a tile lies at the
+/// border of C: of A a box that has only the rows that are left (A_rest), and of B only boxes that
+/// have columns. The rest of the stage holds what an earlier step left there. It is multiplied,
+/// too, but only for sums that are not stored.
 template <class Tile_>
 struct Tf32MatrixProduct {
   using Tile = Tile_;
   using Stage = typename Tile::Stage;
   using Shared = typename Tile::Shared;
   using Sum = typename Tile::TileSum;
-  static constexpr int kProducerRegisters = Tile::kSplit ? 56 : 24;
-  static constexpr int kConsumerRegisters = Tile::kSplit ? 224 : 240;
+  static constexpr int kProducerRegisters = Tile::kConsumers == 1 ? 0 : Tile::kSplit ? 56 : 24;
+  static constexpr int kConsumerRegisters = Tile::kConsumers == 1   ? 0
+                                            : Tile::kConsumers == 3 ? 160
+                                            : Tile::kSplit          ? 224
+                                                                    : 240;
   static constexpr bool kFetchesFirst = true;
-  CUtensorMap A, B;
+  CUtensorMap A, A_rest, B;
+  int rest;  ///< rows of a box of A_rest
   float* C;
   int64_t c_stride;
   Schedule<Tile> schedule;  ///< of C^T
   Exchange exchange;
   int64_t apart = 0;  ///< from the product of a slice to the next; 0: there is one C
+
+  /// How many rows a box of A_rest has: all that so many rows leave, or where blocks share them an
+  /// equal part, in eights. 0: all boxes are whole.
+  static constexpr int rest_of(int rows) {
+    const int left = rows % Tile::BN;
+    return Tile::kStack == 1 ? left : 8 * ceil_div(left, 8 * Tile::kStack);
+  }
 
 #if HOPPER_CODE
   using Grid = BlockGrid<Tile::kStack, Tile::kSide>;
@@ -88,27 +104,59 @@ struct Tf32MatrixProduct {
         if (!pieces.get(piece)) return false;
         at = work.schedule.place(piece.tile, grid.stack, grid.side);
         left = piece.end - piece.begin, k = piece.begin * Tile::kDepth;
+        const ProductShape& of = work.schedule.shape;  // C^T's
+        const bool whole = at.col + Tile::BN <= of.cols;
+        a = whole ? &work.A : &work.A_rest, share = whole ? kShare : work.rest;
+        // Not cut to 0 ... kBoxes: nvcc 13.0 took `min(kBoxes, max(0, boxes)) == kBoxes` for true
+        // where it is false.
+        boxes = ceil_div(of.rows - at.row, kBoxRows);
       }
       --left;
       return true;
     }
+    __device__ int bytes() const {
+      int lines = Tile::kStack * share;
+#pragma unroll
+      for (int i = 0; i < kBoxes; ++i) lines += i < boxes ? Tile::kDepth : 0;
+      return lines * static_cast<int>(kLineBytes);
+    }
     template <bool kAlone = false>
     __device__ void load(Stage& stage, Barrier* arrived) const {
-      grid.template load<kAlone>(stage.a[0], &work.A, at.col, k, arrived);
-      if constexpr (kIsOneRow<Tile>) {
-        grid.template load<kAlone>(stage.b, &work.B, at.row, k, arrived, evict_first());
-      } else {
-        grid.template load<kAlone>(stage.b, &work.B, at.row, k, arrived);
+#pragma unroll
+      for (int i = 0; i < (kAlone ? Tile::kStack : 1); ++i) {
+        const int first = (kAlone ? i : grid.stack) * share;
+        if constexpr (kAlone || Tile::kStack == 1) {
+          tensor_load(stage.a[0].row(first), a, at.col + first, k, arrived);
+        } else {
+          tensor_load_multicast(stage.a[0].row(first), a, at.col + first, k, arrived, grid.below());
+        }
+      }
+#pragma unroll
+      for (int i = 0; i < kBoxes; ++i) {
+        if (i >= boxes) break;
+        if constexpr (kIsOneRow<Tile>) {
+          tensor_load(stage.b.boxes[i].row(0), &work.B, k, at.row + kBoxRows * i, arrived,
+                      evict_first());
+        } else {
+          tensor_load(stage.b.boxes[i].row(0), &work.B, k, at.row + kBoxRows * i, arrived);
+        }
       }
     }
     __device__ void end() const {}
 
    private:
+    static constexpr int kBoxRows = TransposedLeftTile<Tile::BM>::kBoxRows;
+    static constexpr int kBoxes = Tile::BM / kBoxRows, kShare = Tile::BN / Tile::kStack;
+    static_assert(kShare % 8 == 0);
+
     const Tf32MatrixProduct& work;
     const Grid& grid;
     typename Schedule<Tile>::Pieces pieces;
     int left = 0, k = 0;
     typename Schedule<Tile>::Place at;
+    const CUtensorMap* a;
+    int share;  ///< rows of A that this block fetches
+    int boxes;  ///< of B, from this tile on: the first kBoxes of them are this tile's
   };
 
   /// Splits A, all of a stage: in whatever order it lies there.
@@ -250,8 +298,14 @@ class Tf32Product {
       offer_slices<128, 2>(ways, self);
       offer_slices<32, 2, true>(ways, self), offer_slices<64, 4, true>(ways, self);
       if constexpr (kMath == Math::tf32) {
-        offer_slices<128, 4>(ways, self), offer_slices<64, 4>(ways, self);
+        offer_slices<128, 4>(ways, self);
         offer_added<256>(ways, self), offer_added<192>(ways, self), offer_added<96>(ways, self);
+        // Tiles of 192 columns, for three consumers, and of 64, for one. (96 x 192 in slices of a
+        // cluster spills 8 bytes at its end, and is still the fastest way for some shapes.)
+        offer<96, 1, false, 192>(ways, self), offer_added<96, 192>(ways, self);
+        offer_slices<96, 2, false, 192>(ways, self), offer_slices<64, 2, false, 64>(ways, self),
+            offer_slices<64, 4, false, 64>(ways, self), offer_slices<64, 8, false, 64>(ways, self),
+            offer_slices<96, 4, false, 64>(ways, self), offer_slices<128, 4, false, 64>(ways, self);
       }
       offer_added<128>(ways, self), offer_added<64>(ways, self), offer_added<32>(ways, self);
       if (kSplit || A_.copied || B_.copied) {
@@ -282,9 +336,9 @@ class Tf32Product {
   template <class Tile, bool kOneRow>
   using With = std::conditional_t<kOneRow, OneRow<Tile>, Tile>;
 
-  template <int kRows, int kBesides, bool kOneRow = false>
+  template <int kRows, int kBesides, bool kOneRow = false, int kCols = 128>
   void offer(Ways& ways, const std::shared_ptr<const Tf32Product>& self) {
-    using Tile = With<PlainTf32Tile<kMath, kRows, kBesides>, kOneRow>;
+    using Tile = With<PlainTf32Tile<kMath, kRows, kBesides, kCols>, kOneRow>;
     if (!suits(kRows, kOneRow)) return;
     const LaunchOf<Tf32Product, ProductPlan> launch = {
         self, [](const Tf32Product& of, const ProductPlan& plan) {
@@ -302,9 +356,9 @@ class Tf32Product {
   int64_t stride_apart() const { return int64_t{4} * ceil_div(shape_.cols, 4); }
 
   /// The way in slices of one cluster each, as many as should be the fastest, with finish_slices.
-  template <int kRows>
+  template <int kRows, int kCols = 128>
   void offer_added(Ways& ways, const std::shared_ptr<const Tf32Product>& self) {
-    using Tile = PlainTf32Tile<kMath, kRows, 1>;
+    using Tile = PlainTf32Tile<kMath, kRows, 1, kCols>;
     const LaunchOf<Tf32Product, AddedPlan> launch = {
         self,
         [](const Tf32Product& of, const AddedPlan& plan) { of.template launch_added<Tile>(plan); }};
@@ -325,9 +379,9 @@ class Tf32Product {
   }
 
   /// The way in slices, of which a cluster has kOfCluster beside each other (SlicedProduct).
-  template <int kRows, int kOfCluster, bool kOneRow = false>
+  template <int kRows, int kOfCluster, bool kOneRow = false, int kCols = 128>
   void offer_slices(Ways& ways, const std::shared_ptr<const Tf32Product>& self) {
-    using Tile = With<PlainTf32Tile<kMath, kRows, 1>, kOneRow>;
+    using Tile = With<PlainTf32Tile<kMath, kRows, 1, kCols>, kOneRow>;
     if (!suits(kRows, kOneRow)) return;
     using Work = SlicedProduct<Tf32MatrixProduct<Tile>, kOfCluster>;
     const LaunchOf<Tf32Product, SlicedPlan> launch = {
@@ -360,7 +414,10 @@ class Tf32Product {
     constexpr int kCols = Tile::BM, kRows = Tile::BN, kProducts = kSplit ? 3 : 1;
     constexpr double kBetween = kSplit ? 96 : 0;
     constexpr const ProductCosts& kCosts = costs();
-    constexpr TileWork kWork = {
+    // No more is fetched than there is.
+    const int rows = std::min(kRows, shape_.rows),
+              cols = std::min(kCols, 32 * ceil_div(shape_.cols, 32));
+    const TileWork tile = {
         .rows = kCols,  // of C^T
         .cols = kRows,
         .stack = Tile::kStack,
@@ -371,12 +428,13 @@ class Tf32Product {
         .multiplied = (1.0 * kProducts * kRows + kBetween) * kCols,
         .shared_lines =
             2.0 * kCols + kRows * (kSplit ? 4.0 : 1.0) + 1.0 * kProducts * Tile::kConsumers * kRows,
-        .fetched_a = kRows * (kCosts.sent_to_each + (1 - kCosts.sent_to_each) / Tile::kStack),
-        .fetched_b = kCols};
+        .fetched_a = rows * (kCosts.sent_to_each + (1 - kCosts.sent_to_each) / Tile::kStack),
+        .fetched_b = 1.0 * cols};
     double copied = 0;
     if (A_.copied) copied += 1.0 * shape_.rows * shape_.depth;
     if (B_.copied) copied += 1.0 * shape_.depth * shape_.cols;
-    return estimate_of(kCosts, kWork, 1, {shape_, 4, 4 * A_.stride, 4 * B_.stride, 4 * c_stride},
+    return estimate_of(kCosts, tile, 1,
+                       {transposed(), 4, 4 * A_.stride, 4 * B_.stride, 4 * c_stride},
                        copies_microseconds(kCosts, 4, copied));
   }
 
@@ -384,7 +442,15 @@ class Tf32Product {
   template <class Tile>
   Tf32MatrixProduct<Tile> work(const Schedule<Tile>& schedule, bool shares) const {
     using Share = ColumnShare<Tile::BN, Tile::kStack>;
-    return {A_.map(Share::kCols, !kSplit), B_.map(Tile::kRowsA, !kSplit), C_, c_stride_, schedule,
+    const int rest = Tf32MatrixProduct<Tile>::rest_of(shape_.rows);
+    const CUtensorMap last = A_.map(rest > 0 ? rest : Share::kCols, !kSplit);
+    return {rest > 0 && shape_.rows >= Tile::BN ? A_.map(Share::kCols, !kSplit) : last,
+            last,
+            B_.map(Tile::kRowsA, !kSplit),
+            rest,
+            C_,
+            c_stride_,
+            schedule,
             sums_.exchange(shares)};
   }
 

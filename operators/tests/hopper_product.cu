@@ -313,8 +313,11 @@ bool right_in_tf32(const ProductShape& shape, bool split, int slices = 0, bool a
                                   : static_cast<int>(persistent(tiles, capacity));
   const Schedule<Tile> schedule(transposed, clusters, split || slices > 0);
   const Shared memory = Shared::of<Work>(clusters, tiles);
+  const int rest = Whole::rest_of(shape.rows);
   Whole all{A.map(Tile::kRowsB, !Tile::kSplit),
+            A.map(rest > 0 ? rest : Tile::kRowsB, !Tile::kSplit),
             B.map(Tile::kRowsA, !Tile::kSplit),
+            rest,
             C.data,
             C.stride,
             schedule,
@@ -479,6 +482,8 @@ int main(int argc, char** argv) {
   ok = right_in_tf32<PlainTf32Tile<Math::split, 64, 1>>(quarter, false, 3) && ok;
   ok = right_in_tf32<PlainTf32Tile<Math::split, 64, 1>, 4>(quarter, false, 4) && ok;
   ok = right_in_tf32<PlainTf32Tile<Math::tf32, 32, 1>>(quarter, false, 5, true) && ok;
+  ok = right_in_tf32<PlainTf32Tile<Math::tf32, 64, 1, 192>, 2>(quarter, false, 2) && ok;
+  ok = right_in_tf32<PlainTf32Tile<Math::tf32, 64, 1, 64>, 8>(quarter, false, 8) && ok;
   // Rows begin at any element, or at every other one; more steps than stages; and a slice of none.
   using Small = ShiftedTile<Math::tf32, 32, 128, 1, 4, 3, 1>;
   const int rows = std::min(shape.rows, 40), cols = std::min(shape.cols, 150) / 4 * 4;

@@ -184,14 +184,14 @@ struct BlockGrid {
   }
 
   /// The same where memory has the left factor transposed. Nobody shares it.
-  template <bool kAlone = false, int kRows, typename... Policy>
+  template <bool kAlone = false, int kRows>
   __device__ void load(TransposedLeftTile<kRows>& to, const CUtensorMap* map, int row, int k,
-                       Barrier* arrived, Policy... policy) const {
+                       Barrier* arrived) const {
     constexpr int kBoxRows = TransposedLeftTile<kRows>::kBoxRows;
     static_assert(kSide == 1);
 #pragma unroll
     for (int i = 0; i < kRows / kBoxRows; ++i) {
-      tensor_load(to.boxes[i].row(0), map, k, row + kBoxRows * i, arrived, policy...);
+      tensor_load(to.boxes[i].row(0), map, k, row + kBoxRows * i, arrived);
     }
   }
 
