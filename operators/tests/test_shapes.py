@@ -41,13 +41,13 @@ OTHERS = ["features 600 104 72 2", "features 70 128 64 1", "attention 100 420 2 
 
 @pytest.mark.parametrize("sizes", OTHERS)
 def test_other_kernels(sizes):
-    result = run_program(TESTS / "other_kernels", *sizes.split())
+    result = run_program(TESTS / "kernels" / "other_kernels", *sizes.split())
     assert result.returncode == 0 and result.stdout, result.stdout + result.stderr
 
 
 @pytest.mark.parametrize("sizes", [*OTHERS, "features 5000 120 200 4", "attention 700 1000 4 2 64 0"])
 def test_other_kernels_on_a_gpu(sizes):
-    result = run_program(hopper_program("operators/tests/other_kernels"), *sizes.split())
+    result = run_program(hopper_program("operators/tests/kernels/other_kernels"), *sizes.split())
     assert result.returncode == 0 and result.stdout, result.stdout + result.stderr
 
 

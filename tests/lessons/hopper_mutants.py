@@ -27,7 +27,8 @@ ROOT = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(ROOT / "cpu"))
 from cu2cpp import _NOT_CODE, _blank, _closing  # noqa: E402
 
-PRODUCT, OTHER_KERNELS = TESTS = "hopper_product", "other_kernels"  # in operators/tests
+PRODUCT, OTHER_KERNELS = "hopper_product", "other_kernels"
+TESTS = {PRODUCT: "operators/tests/hopper_product", OTHER_KERNELS: "operators/tests/kernels/other_kernels"}
 GPUS = "bonus_diffusion_gpus"
 CONNECTED = "bonus_clifford_fully_connected"
 ATTENTION, BACKWARD = "bonus_attention", "bonus_attention_backward"
@@ -664,12 +665,12 @@ def derive(text, file, before=0):
 def source_of(program):
     if program.startswith("operators_"):
         return f"operators/bench/{program.removeprefix('operators_')}.cu"
-    return f"operators/tests/{program}.cu" if program in TESTS else f"{program}.cu"
+    return f"{built_as(program)}.cu"
 
 
 def built_as(program):
     """The program without mistakes, in a build's folder."""
-    return f"operators/tests/{program}" if program in TESTS else program
+    return TESTS.get(program, program)
 
 
 def files_of(program):

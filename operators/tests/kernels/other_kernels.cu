@@ -29,7 +29,8 @@ using namespace common;
 
 namespace {
 
-/// Numbers in device memory. Behind the last one are some that are NaN: as many as a block of any of these kernels may write.
+/// Numbers in device memory. Behind the last one are some that are NaN: as many as a block of any
+/// of these kernels may write.
 template <typename T>
 struct Array {
   static constexpr size_t kBehind = 4096;
@@ -314,7 +315,7 @@ struct Kernels {
         sums(static_cast<size_t>(tiles) * Tile::kQueries * Tile::kWidth),
         counts(static_cast<size_t>(tiles)) {}
 
-  /// For `keys` keys from number `first` on. dQ is added to what `sums` has, unless they are cleared.
+  /// For `keys` keys from number `first` on. dQ is added to what `sums` has, unless it clears them.
   void launch(int first, int keys, bool clears = true) const {
     const AttentionShape& shape = of.shape;
     const Strides queries = Strides::rows_of_heads(shape.queries, shape.heads, shape.width);
