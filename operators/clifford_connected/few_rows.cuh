@@ -196,9 +196,10 @@ struct Few {
     double least = 0.85 * (cycles_of_others + 2 * w / kBytesPerCycle);
     if (pitch != layer.features) least -= 3 * w / kBytesPerCycle;
     for (int shares = 1; shares <= std::min(8, chunk.stride / 32); ++shares) {
+      const double ends = 6000 + (shares + 2) * out / kBytesPerCycle, bytes = w / kBytesPerCycle;
+      if (bytes + ends >= least) break;  // for many rows to plan would take the host long
       const TilePlan with = plan_tiles(work<true>(nullptr, shares));
-      const double ends = 6000 + (shares + 2) * out / kBytesPerCycle;
-      const double cycles = std::max(with.cycles, w / kBytesPerCycle) + ends;
+      const double cycles = std::max(with.cycles, bytes) + ends;
       if (cycles < least) least = cycles, plan = with, splits = shares, used = true;
     }
     if (!used) return;

@@ -297,9 +297,10 @@ int best_splits(TilePlan& plan, int most, double bytes, PlanOf plan_of) {
   double least = 0.9 * plan.cycles;
   int best = 1;
   for (const int splits : {2, 3, 4, 5, 6, 7, 8, 12, 16, 24, 32}) {
-    if (splits > most) break;
+    const double partials = 2 * splits * bytes / kBytesPerCycle;
+    if (splits > most || partials >= least) break;
     const TilePlan with = plan_of(splits);
-    const double cycles = with.cycles + 2 * splits * bytes / kBytesPerCycle;
+    const double cycles = with.cycles + partials;
     if (cycles < least) least = cycles, plan = with, best = splits;
   }
   return best;

@@ -46,6 +46,20 @@ constexpr GatedTileCost cost_of_tile(int rows, int cols) {
   return {rows, cols, rows * cols / 32.0, rows * cols / 8.0};
 }
 
+/// How long a layer should take whose tiles, of `steps` steps, cost so much and are so divided.
+/// `shape` is of x [W1 W2], and out has `results` elements. Of what goes from and to memory two
+/// fifths are not hidden.
+template <class Tile, typename T>
+double gated_microseconds(const GatedTileCost& cost, double steps, const ProductShape& shape,
+                          double results, const Division& division) {
+  constexpr TileWork kWork = work_of_tile<Tile>();
+  const double bytes =
+      sizeof(T) * (1.0 * shape.rows * shape.depth + 1.0 * shape.depth * shape.cols + results) +
+      kGatedSharing.shared_reads * fetched_by_sharers(kWork, sizeof(T), shape.depth, division);
+  return 3.7 + (division.rounds * steps * cost.step + division.finished * cost.finish) / cycles() +
+         0.4 * bytes / memory_rate() + handover_microseconds(kGatedSharing, kWork, division);
+}
+
 /// The epilogue of a product by W1 and W2 side by side: half of a tile's columns are of W1, half of
 /// W2. So where a tile has 256 columns, a consumer's sum of 64 x 256 is two sums of 64 x 128, gate
 /// and value of an element in one thread.
@@ -60,20 +74,12 @@ struct StoreGated {
   bool has_b1, has_b2;
   Gate gate;
 
-  /// How long the layer should take with tiles that are so divided. `shape` is of x [W1 W2]. Of
-  /// what goes from and to memory two fifths are not hidden.
+  /// How long the layer should take with tiles that are so divided. `shape` is of x [W1 W2].
   template <class Tile>
   static double microseconds(const ProductShape& shape, const Division& division) {
-    constexpr TileWork kWork = work_of_tile<Tile>();
-    const GatedTileCost cost = cost_of_tile(Tile::BM, Tile::BN);
-    const double steps = ceil_div(shape.depth, static_cast<int>(kLine<T>));
-    const double bytes =
-        sizeof(T) * (1.0 * shape.rows * shape.depth + 1.0 * shape.depth * shape.cols +
-                     0.5 * shape.rows * shape.cols) +
-        kGatedSharing.shared_reads * fetched_by_sharers(kWork, sizeof(T), shape.depth, division);
-    return 3.7 +
-           (division.rounds * steps * cost.step + division.finished * cost.finish) / cycles() +
-           0.4 * bytes / memory_rate() + handover_microseconds(kGatedSharing, kWork, division);
+    return gated_microseconds<Tile, T>(cost_of_tile(Tile::BM, Tile::BN),
+                                       ceil_div(shape.depth, static_cast<int>(kLine<T>)), shape,
+                                       0.5 * shape.rows * shape.cols, division);
   }
 
 #if HOPPER_CODE

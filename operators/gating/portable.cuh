@@ -191,21 +191,13 @@ __global__ void __launch_bounds__(Tile::kThreads, 1)
   for (int i = threadIdx.x * 8; i < of.panels * depth * kWidth; i += Tile::kThreads * 8) {
     const int panel = i / (depth * kWidth), k = i / kWidth % depth, c = i % kWidth;
     const int col = col0 + panel * kPanelCols + c % kPanelCols;
-    const T* const from = (c < kPanelCols ? in.W1 : in.W2) + int64_t{k} * in.H + col;
-    T* const to = W + panel * Tile::panel(depth) + swizzle<kWidth>(k, c);
-    const int there = k < in.K ? min(max(in.H - col, 0), 8) : 0;
-    if (in.H % 8 == 0) {
-      copy_async_part(to, from, 2 * there);
-    } else {
-      for (int e = 0; e < 8; ++e) to[e] = e < there ? from[e] : T();
-    }
+    copy_weights<8, kWidth>(W + panel * Tile::panel(depth), in, c < kPanelCols, k, c, col);
   }
   for (int s = 0; s < kStages - 1; ++s)
     copy(first + int64_t{s} * stride, stages + s * kRows * depth);
   for (int i = threadIdx.x; i < of.panels * kWidth; i += Tile::kThreads) {
     const int col = col0 + i / kWidth * kPanelCols + i % kPanelCols;
-    const T* const from = i % kWidth < kPanelCols ? in.b1 : in.b2;
-    biases[i] = from != nullptr && col < in.H ? static_cast<float>(from[col]) : 0;
+    biases[i] = bias_at(in, i % kWidth < kPanelCols, col);
   }
   copy_async_wait<kStages - 2>();
   __syncthreads();
@@ -222,15 +214,7 @@ __global__ void __launch_bounds__(Tile::kThreads, 1)
     next = next + 1 == kStages ? 0 : next + 1;
     for (int panel = 0; panel < of.panels; ++panel) {
       float sum[kRows / 16][kWidth / 8][4];
-#pragma unroll
-      for (int j = 0; j < kWidth / 8; ++j) {
-        const float2 bias =
-            *reinterpret_cast<const float2*>(biases + panel * kWidth + 8 * j + lane % 4 * 2);
-#pragma unroll
-        for (int i = 0; i < kRows / 16; ++i) {
-          sum[i][j][0] = sum[i][j][2] = bias.x, sum[i][j][1] = sum[i][j][3] = bias.y;
-        }
-      }
+      start_at_biases(sum, biases + panel * kWidth);
       const T* const weights = W + panel * Tile::panel(depth);
 #pragma unroll 2
       for (int k = 0; k < depth; k += 16) {

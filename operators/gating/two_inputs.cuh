@@ -207,22 +207,12 @@ class GatedPair {
         self, [](const GatedPair& of, const ProductPlan& plan) { of.launch<Tile>(plan); }};
     offer_plans(
         ways, exchange_, facts, shape_,
-        [shape = shape_](const Division& division) { return microseconds<Tile>(shape, division); },
+        [shape = shape_](const Division& division) {
+          return gated_microseconds<Tile, T>(cost_of_pair(Tile::BM, Tile::BN),
+                                             1.0 * shape.depth / kStepK, shape,
+                                             1.0 * shape.rows * shape.cols, division);
+        },
         launch);
-  }
-
-  template <class Tile>
-  static double microseconds(const ProductShape& shape, const Division& division) {
-    constexpr TileWork kWork = work_of_tile<Tile>();
-    const GatedTileCost cost = cost_of_pair(Tile::BM, Tile::BN);
-    const double steps = 1.0 * shape.depth / kStepK;
-    const double bytes =
-        sizeof(T) * (1.0 * shape.rows * shape.depth + 1.0 * shape.depth * shape.cols +
-                     1.0 * shape.rows * shape.cols) +
-        kGatedSharing.shared_reads * fetched_by_sharers(kWork, sizeof(T), shape.depth, division);
-    return 3.7 +
-           (division.rounds * steps * cost.step + division.finished * cost.finish) / cycles() +
-           0.4 * bytes / memory_rate() + handover_microseconds(kGatedSharing, kWork, division);
   }
 
   template <class Tile>

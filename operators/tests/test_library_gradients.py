@@ -38,6 +38,20 @@ class Backward(Call):
         return getattr(library, f"fk_{cls.NAME}_workspace"), getattr(library, f"fk_{cls.NAME}")
 
 
+def gated_gradients_are_near(call, expected):
+    """Whether the results of a call are those expected: {name: (rows, how far each number may be off before it is
+    rounded)}. Those of weights are transposed."""
+    of = call.description
+    rounding, least = ROUNDING.get(of.type, 2.0**-24) * 1.01, LEAST if of.type == FLOAT16 else 0
+    for name in set(expected) & set(call.host):
+        turned = [list(zip(*each)) for each in expected[name]] if name in ("d_w1", "d_w2") else expected[name]
+        value, far = map(flat, turned)
+        bound = [rounding * abs(number) + off + least for number, off in zip(value, far)]
+        if not near(call.found(name, of.type, 1, len(value)), value, bound):
+            return False
+    return True
+
+
 class GatedBackward(Backward):
     NAME, Description = "gating_backward", fused_kernels.fk_gating
     WRITTEN = "d_x", "d_w1", "d_w2", "d_b1", "d_b2"
@@ -86,17 +100,9 @@ class GatedBackward(Backward):
         ones = [[1.0] for _ in self.x]
         expected = {"d_w1": added_up(d_s, self.x, far_s, "columns"), "d_w2": added_up(d_v, self.x, far_v, "columns"),
                     "d_b1": added_up(d_s, ones, far_s, "columns"), "d_b2": added_up(d_v, ones, far_v, "columns")}
-        for name in ("d_w1", "d_w2"):
-            expected[name] = tuple(list(zip(*each)) for each in expected[name])
         by_s, by_v = added_up(d_s, self.w1, far_s, "rows"), added_up(d_v, self.w2, far_v, "rows")
         expected["d_x"] = tuple([[a + b for a, b in zip(*both)] for both in zip(*each)] for each in zip(by_s, by_v))
-        rounding = ROUNDING.get(of.type, 2.0**-24) * 1.01
-        for name in set(expected) & set(self.host):
-            value, far = map(flat, expected[name])
-            bound = [rounding * abs(number) + off + least for number, off in zip(value, far)]
-            if not near(self.found(name, of.type, 1, len(value)), value, bound):
-                return False
-        return True
+        return gated_gradients_are_near(self, expected)
 
 
 class OfLogits(Backward):

@@ -33,6 +33,24 @@ def test_hopper_product_on_a_gpu(sizes):
     assert result.returncode == 0 and result.stdout, result.stdout + result.stderr
 
 
+# Gradient features of few tiles and of many; attention whose blocks add to the same sums, with queries that see no key,
+# and wide; copies of rows that begin at any element and at every other one.
+OTHERS = ["features 600 104 72 2", "features 70 128 64 1", "attention 100 420 2 1 64 0", "attention 200 150 2 1 56 1",
+          "attention 90 200 2 1 104 1", "copies 33 70", "copies 44 105", "copies 1 1"]
+
+
+@pytest.mark.parametrize("sizes", OTHERS)
+def test_other_kernels(sizes):
+    result = run_program(TESTS / "kernels" / "other_kernels", *sizes.split())
+    assert result.returncode == 0 and result.stdout, result.stdout + result.stderr
+
+
+@pytest.mark.parametrize("sizes", [*OTHERS, "features 5000 120 200 4", "attention 700 1000 4 2 64 0"])
+def test_other_kernels_on_a_gpu(sizes):
+    result = run_program(hopper_program("operators/tests/kernels/other_kernels"), *sizes.split())
+    assert result.returncode == 0 and result.stdout, result.stdout + result.stderr
+
+
 # Less than a tile; rows of 16 bytes of one factor, of the other, of none; shared tiles.
 SHAPES = ["1 1 1", "33 72 41", "40 31 64", "130 70 50", "257 136 520"]
 

@@ -43,7 +43,8 @@ def main():
         for name in ROWS:
             launches = [row for row in seen if of_row(row, f"{PROBLEM}: {name}")]
             for row in launches:
-                function = re.sub(r"<.*|\(.*|^void ", "", row["Kernel Name"]).split("::")[-1]
+                name = re.sub(r"(<unnamed>|\(anonymous namespace\))::", "", row["Kernel Name"])
+                function = re.sub(r"<.*|\(.*|^void ", "", name).split("::")[-1]
                 cells = [number(row, metric) for metric in COUNTERS.values()]
                 cells[0] *= 1e-3
                 rows.append([f"V = {n}, {name}: {function}", *cells])

@@ -233,6 +233,8 @@ def test_harmless_mistakes_are_there():
     for lesson, reasons in hopper_mutants.HARMLESS.items():
         found = [hopper_mutants.harmless(lesson, m) for m in hopper_mutants.mistakes(lesson)]
         assert set(reasons.values()) <= set(found)
+    for lesson, calls in hopper_mutants.BY_CHANCE.items():
+        assert set(calls) <= {f"{m.call} {m.change}" for m in hopper_mutants.mistakes(lesson)}
 
 
 def test_mutant_names_are_unique():

@@ -123,7 +123,7 @@ def programs_with_mistakes():
     mistakes in them."""
     found = {(mutant.program, mutant.lesson, mutant.operator or "") for mutant in MUTANTS}
     found |= {(hopper_mutants.name_of(program), program,
-               hopper_mutants.source_of(program) if program == hopper_mutants.PRODUCT else "")
+               hopper_mutants.source_of(program) if program in hopper_mutants.TESTS else "")
               for program in hopper_mutants.PROGRAMS}
     return sorted(found)
 

@@ -8,7 +8,7 @@
 // add_bias_gradients).
 #pragma once
 
-#include "operators/gating/gate.cuh"
+#include "operators/gating/portable/weights.cuh"
 #include "operators/product/portable/mma_tiles.cuh"
 
 namespace operators::gating {
@@ -61,20 +61,6 @@ __device__ __forceinline__ void copy_part_swizzled(T* to, const T* from, int64_t
   }
 }
 
-/// Lets each of a warp's rows of sums begin at the biases.
-template <int kRows16, int kCols8>
-__device__ __forceinline__ void start_at_biases(float (&sum)[kRows16][kCols8][4],
-                                                const float* biases) {
-#pragma unroll
-  for (int j = 0; j < kCols8; ++j) {
-    const float2 bias = *reinterpret_cast<const float2*>(biases + 8 * j + threadIdx.x % 4 * 2);
-#pragma unroll
-    for (int i = 0; i < kRows16; ++i) {
-      sum[i][j][0] = sum[i][j][2] = bias.x, sum[i][j][1] = sum[i][j][3] = bias.y;
-    }
-  }
-}
-
 template <class Tile, typename T>
 __global__ void __launch_bounds__(Tile::kThreads, 1)
     backward_on_chip(const __grid_constant__ BackwardOnChip<T> of) {
@@ -104,20 +90,11 @@ __global__ void __launch_bounds__(Tile::kThreads, 1)
   };
   // Weights and biases, with the first tile.
   for (int i = static_cast<int>(threadIdx.x) * 8; i < kDepth * kWidth; i += kThreads * 8) {
-    const int k = i / kWidth, c = i % kWidth, col = c % kHidden;
-    const T* const from = (c < kHidden ? in.W1 : in.W2) + int64_t{k} * in.H + col;
-    T* const to = weights + swizzle<kWidth>(k, c);
-    const int there = k < in.K ? min(max(in.H - col, 0), 8) : 0;
-    if (in.H % 8 == 0) {
-      copy_async_part(to, from, 2 * there);
-    } else {
-      for (int e = 0; e < 8; ++e) to[e] = e < there ? from[e] : T();
-    }
+    const int k = i / kWidth, c = i % kWidth;
+    copy_weights<8, kWidth>(weights, in, c < kHidden, k, c, c % kHidden);
   }
   for (int c = threadIdx.x; c < kWidth; c += kThreads) {
-    const T* const from = c < kHidden ? in.b1 : in.b2;
-    const int col = c % kHidden;
-    biases[c] = from != nullptr && col < in.H ? static_cast<float>(from[col]) : 0;
+    biases[c] = bias_at(in, c < kHidden, c % kHidden);
   }
   auto ahead = copies_ahead<kStages>(copy);
 

@@ -8,7 +8,7 @@
 // to which these tiles are copied.
 #pragma once
 
-#include "operators/gating/gate.cuh"
+#include "operators/gating/portable/weights.cuh"
 #include "operators/product/portable/mma_tiles.cuh"
 #include "primitives/hopper/cluster.cuh"
 #include "primitives/neighbours.cuh"
@@ -109,22 +109,14 @@ __global__ void __launch_bounds__(Tile::kThreads, 1)
   // the same `member` need the same columns. So these warps divide the copies.
   for (int i = (team * 32 + lane) * 2; i < kDepth * kWidth; i += teams * 32 * 2) {
     const int k = i / kWidth, c = i % kWidth, col = member * kOwn + held_column<kOwn>(c % kOwn);
-    const T* const from = (c < kOwn ? in.W1 : in.W2) + int64_t{k} * in.H + col;
-    T* const to = weights + swizzle<kWidth>(k, c);
-    const int inside = k < in.K ? min(max(in.H - col, 0), 2) : 0;
-    if (in.H % 2 == 0) {
-      copy_async<4>(to, from, inside > 0);
-    } else {
-      for (int e = 0; e < 2; ++e) to[e] = e < inside ? from[e] : T();
-    }
+    copy_weights<2, kWidth>(weights, in, c < kOwn, k, c, col);
   }
   copy_async_commit();
   for (int s = 0; s < kStages - 1; ++s) copy(stages + s * Tile::kStage);
   if (team == 0) {
     for (int c = lane; c < kWidth; c += 32) {
       const int col = member * kOwn + held_column<kOwn>(c % kOwn);
-      const T* const from = c < kOwn ? in.b1 : in.b2;
-      biases[c] = from != nullptr && col < in.H ? static_cast<float>(from[col]) : 0;
+      biases[c] = bias_at(in, c < kOwn, col);
     }
   }
   copy_async_wait<kStages - 1>();
@@ -148,14 +140,7 @@ __global__ void __launch_bounds__(Tile::kThreads, 1)
     stage = stage + 1 == kStages ? 0 : stage + 1;
     next = next + 1 == kStages ? 0 : next + 1;
     Sums<kRows, kWidth> sum;
-#pragma unroll
-    for (int j = 0; j < kWidth / 8; ++j) {
-      const float2 bias = *reinterpret_cast<const float2*>(biases + 8 * j + lane % 4 * 2);
-#pragma unroll
-      for (int i = 0; i < kRows / 16; ++i) {
-        sum[i][j][0] = sum[i][j][2] = bias.x, sum[i][j][1] = sum[i][j][3] = bias.y;
-      }
-    }
+    start_at_biases(sum, biases);
 #pragma unroll
     for (int k = 0; k < kDepth; k += 16) {
       unsigned a[kRows / 16][4];

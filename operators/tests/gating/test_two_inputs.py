@@ -12,7 +12,7 @@ from test_library import (BAD_ALIGNMENT, BAD_ARGUMENT, BAD_SHAPE, BFLOAT16, BYTE
                           TF32, TF32X3, Call, any_numbers, call_at_the_same_time, call_in_turn, for_each, fused_kernels,
                           in_turn, library, near, numbers, packed, refuse_a_damaged_workspace, refuse_what_is_damaged,
                           run_as_another_gpu, strided, sums_of)
-from test_library_gradients import FACTOR, FP32, LEAST, added_up, flat
+from test_library_gradients import FACTOR, FP32, LEAST, added_up, flat, gated_gradients_are_near
 
 TYPES = (FLOAT16, BFLOAT16, FLOAT32, TF32, TF32X3)
 BIASES = "b1", "b2"
@@ -178,22 +178,12 @@ class GatedTwoBackward(Call):
         return d_s, d_v, far_s, far_v
 
     def result_is_right(self):
-        of = self.description
-        least = LEAST if of.type == FLOAT16 else 0
         d_s, d_v, far_s, far_v = self.gate_gradients()
         ones = [[1.0] for _ in self.x]
         expected = {"d_w1": added_up(d_s, self.x, far_s, "columns"), "d_w2": added_up(d_v, self.y, far_v, "columns"),
                     "d_b1": added_up(d_s, ones, far_s, "columns"), "d_b2": added_up(d_v, ones, far_v, "columns"),
                     "d_x": added_up(d_s, self.w1, far_s, "rows"), "d_y": added_up(d_v, self.w2, far_v, "rows")}
-        for name in ("d_w1", "d_w2"):
-            expected[name] = tuple(list(zip(*each)) for each in expected[name])
-        rounding = ROUNDING.get(of.type, 2.0**-24) * 1.01
-        for name in set(expected) & set(self.host):
-            value, far = map(flat, expected[name])
-            bound = [rounding * abs(number) + off + least for number, off in zip(value, far)]
-            if not near(self.found(name, of.type, 1, len(value)), value, bound):
-                return False
-        return True
+        return gated_gradients_are_near(self, expected)
 
 
 class GatedTwoKeptBackward(GatedTwoBackward):
