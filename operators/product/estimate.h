@@ -25,8 +25,10 @@ struct TileWork {
   double multiplied;    ///< elements of C that a step multiplies, each by a line of k (in 3xTF32
                         ///< three times)
   double shared_lines;  ///< that a step moves into shared memory and, by wgmma, out of it
-  double fetched_a, fetched_b;  ///< lines that a block asks the L2 cache for in a step
-  double gathering = 0;         ///< cycles in which threads copy a step's tile of a factor
+  double fetched_a, fetched_b;        ///< lines that a block asks the L2 cache for in a step
+  double gathering = 0;               ///< cycles in which threads copy a step's tile of a factor
+  double copied = 1.0 * rows * cols;  ///< elements of C that threads copy, if C is not aligned:
+                                      ///< whole boxes, although they overlap or are not full
 };
 
 /// How tiles are divided among clusters.
@@ -80,9 +82,10 @@ struct ProductCosts {
   double burst = 0;  ///< cycles for (elements of a tile)^2 / 2^15: all blocks store at the same
                      ///< time, and larger tiles leave fewer pauses
   double narrow_burst = 0;  ///< the same more, where rows of C are not aligned
-  double read = 0, write = 0,
-         write_narrow = 0;              ///< factors of a byte's time at memory_rate(): of A
-                                        ///< and B; of C; of C more, where not aligned
+  double read = 0, write = 0, write_narrow = 0,
+         write_sector = 0;              ///< factors of a byte's time at memory_rate(): of A and B;
+                                        ///< of C; of C more, where not aligned; or where rows
+                                        ///< begin inside a sector of 32 bytes
   double handover = 0;                  ///< microseconds of a shared tile
   double piece = 0, piece_element = 0;  ///< microseconds of each piece; and for each element of a
                                         ///< thread
@@ -102,64 +105,67 @@ struct ProductCosts {
 };
 
 /// Of products in 2-byte elements.
-inline constexpr ProductCosts kHalfCosts = {.start = 1.76,
-                                            .multiply = 0.928,
-                                            .between = 0.828,
-                                            .shared_bytes = 254,
-                                            .l2_bytes = 49.8,
+inline constexpr ProductCosts kHalfCosts = {.start = 1.62,
+                                            .multiply = 0.997,
+                                            .between = 0.818,
+                                            .shared_bytes = 462,
+                                            .l2_bytes = 48.5,
                                             .least_asking = 0.0671,
-                                            .least_cycles = 244,
+                                            .least_cycles = 233,
                                             .off_line = 1.08,
-                                            .off_sector = 1.59,
-                                            .store = 0.0605,
-                                            .store_alone = 0.00105,
-                                            .narrow = 0.0331,
-                                            .narrowest = 0.0649,
-                                            .narrow_transposed = 0.0289,
-                                            .tile = 208,
-                                            .burst = 0.000482,
-                                            .narrow_burst = 0.0202,
-                                            .read = 0.56,
-                                            .write = 0.718,
-                                            .write_narrow = 0.834,
-                                            .handover = 0.501,
-                                            .piece = 0.00623,
-                                            .piece_element = 0.0122,
-                                            .partial = 0.115,
-                                            .shared_steps = 1.16,
-                                            .shared_reads = 0.15,
-                                            .in_cluster = 0.169,
-                                            .sent = 0.0326,
-                                            .pair = 0.561,
-                                            .four = 0.511,
-                                            .eight = 0.526,
-                                            .copies = 2.12,
-                                            .copy = 1,
-                                            .gather = 1.07,
-                                            .gather_four = 6.73,
-                                            .gather_eight = 5.78,
+                                            .off_sector = 1.35,
+                                            .store = 0.0515,
+                                            .store_alone = 0.00104,
+                                            .narrow = 0.0584,
+                                            .narrowest = 0.139,
+                                            .narrow_transposed = 0.0102,
+                                            .tile = 171,
+                                            .burst = 0.000496,
+                                            .narrow_burst = 0.0156,
+                                            .read = 0.715,
+                                            .write = 0.58,
+                                            .write_narrow = 0.83,
+                                            .write_sector = 0.519,
+                                            .handover = 0.383,
+                                            .piece = 0.00655,
+                                            .piece_element = 0.00899,
+                                            .partial = 0.161,
+                                            .shared_steps = 1.05,
+                                            .shared_reads = 0.091,
+                                            .in_cluster = 0.16,
+                                            .sent = 0.0219,
+                                            .pair = 0.57,
+                                            .four = 0.427,
+                                            .eight = 0.426,
+                                            .copies = 1.04,
+                                            .copy = 1.24,
+                                            .gather = 1.11,
+                                            .gather_four = 7.86,
+                                            .gather_eight = 6.49,
                                             .once = 0.0025,
-                                            .added = 1.76,
-                                            .added_bytes = 0.849};
+                                            .added = 1.51,
+                                            .added_bytes = 0.725};
 inline constexpr StepFactor kHalfSteps[] = {
-    {32, 128, true, 1, 1, 1.005},   {48, 64, true, 2, 1, 0.907},    {56, 64, true, 4, 1, 0.800},
-    {64, 64, false, 1, 1, 0.852},   {64, 128, false, 1, 1, 0.850},  {64, 128, false, 2, 1, 0.979},
-    {64, 128, false, 4, 1, 0.965},  {64, 192, false, 4, 1, 0.920},  {64, 192, false, 4, 2, 1.072},
-    {80, 64, true, 1, 4, 0.921},    {80, 128, true, 2, 1, 1.003},   {88, 64, true, 1, 4, 0.954},
-    {88, 128, true, 4, 1, 0.983},   {96, 64, true, 1, 4, 0.921},    {96, 64, true, 4, 2, 0.958},
-    {96, 128, true, 2, 2, 1.044},   {96, 192, true, 2, 1, 0.937},   {104, 64, true, 1, 4, 0.911},
-    {104, 128, true, 4, 2, 0.984},  {112, 64, true, 2, 4, 0.989},   {112, 128, true, 4, 2, 0.983},
-    {112, 192, true, 2, 1, 0.927},  {120, 64, true, 1, 4, 0.961},   {120, 128, true, 2, 1, 0.986},
-    {128, 128, false, 2, 2, 0.990}, {128, 128, true, 2, 1, 0.956},  {128, 128, true, 4, 2, 0.988},
-    {128, 144, false, 4, 2, 1.005}, {128, 160, false, 2, 1, 1.002}, {128, 160, false, 4, 1, 0.970},
-    {128, 192, false, 2, 1, 0.929}, {128, 256, false, 2, 1, 1.006}, {136, 128, true, 1, 2, 1.033},
-    {136, 128, true, 1, 4, 0.948},  {144, 64, true, 1, 4, 0.937},   {144, 128, true, 2, 2, 0.988},
-    {152, 256, true, 1, 2, 1.010},  {160, 64, true, 1, 4, 0.990},   {160, 192, true, 2, 1, 0.945},
-    {160, 256, true, 2, 1, 1.025},  {168, 128, true, 1, 2, 0.893},  {168, 128, true, 2, 1, 0.936},
-    {176, 128, true, 1, 4, 0.956},  {176, 192, true, 2, 1, 0.962},  {184, 128, true, 1, 2, 0.940},
-    {192, 192, false, 1, 2, 0.952}, {200, 64, true, 1, 4, 0.965},   {208, 128, true, 1, 2, 0.918},
-    {208, 128, true, 1, 4, 0.967},  {232, 128, true, 1, 2, 0.925},  {240, 128, true, 1, 2, 0.928},
-    {256, 128, true, 1, 2, 0.942}};
+    {32, 128, true, 1, 1, 1.076},   {48, 64, true, 2, 1, 0.875},    {56, 64, true, 4, 1, 0.897},
+    {64, 64, false, 1, 1, 0.859},   {64, 96, false, 4, 1, 0.999},   {64, 128, false, 1, 1, 0.882},
+    {64, 128, false, 2, 1, 0.874},  {64, 128, false, 4, 1, 0.923},  {64, 192, false, 4, 1, 0.981},
+    {72, 192, true, 4, 1, 1.021},   {80, 64, true, 1, 4, 0.942},    {80, 128, true, 2, 1, 0.946},
+    {80, 192, true, 4, 2, 1.077},   {88, 64, true, 1, 4, 0.925},    {88, 128, true, 4, 1, 0.967},
+    {96, 64, true, 1, 4, 0.943},    {96, 64, true, 2, 4, 1.007},    {96, 64, true, 4, 2, 0.982},
+    {96, 128, true, 1, 1, 1.034},   {96, 128, true, 2, 2, 0.934},   {96, 192, true, 2, 1, 0.918},
+    {96, 192, true, 4, 2, 1.014},   {104, 64, true, 1, 4, 0.944},   {112, 128, true, 2, 1, 0.901},
+    {112, 128, true, 4, 2, 0.986},  {112, 192, true, 2, 1, 0.939},  {120, 64, true, 1, 4, 0.942},
+    {120, 128, true, 2, 1, 0.891},  {128, 64, false, 1, 1, 0.998},  {128, 128, false, 2, 2, 0.982},
+    {128, 128, true, 2, 1, 0.956},  {128, 128, true, 4, 2, 0.993},  {128, 144, false, 4, 2, 1.072},
+    {128, 160, false, 2, 1, 0.964}, {128, 160, false, 4, 1, 0.999}, {128, 192, false, 2, 1, 0.926},
+    {128, 256, false, 2, 1, 0.968}, {136, 128, true, 1, 2, 0.916},  {136, 128, true, 2, 4, 0.999},
+    {144, 64, true, 1, 4, 0.946},   {144, 128, true, 2, 2, 0.989},  {152, 128, true, 1, 2, 0.903},
+    {152, 256, true, 1, 2, 0.985},  {160, 64, true, 1, 4, 0.922},   {160, 192, true, 2, 1, 0.952},
+    {160, 256, true, 2, 1, 1.018},  {168, 128, true, 1, 2, 0.913},  {168, 128, true, 2, 1, 0.900},
+    {176, 128, true, 1, 4, 0.958},  {176, 192, true, 2, 1, 0.966},  {184, 128, true, 1, 2, 0.935},
+    {192, 192, false, 1, 2, 0.967}, {200, 64, true, 1, 4, 0.962},   {208, 128, true, 1, 2, 0.927},
+    {208, 128, true, 1, 4, 0.964},  {232, 128, true, 1, 2, 0.945},  {240, 128, true, 1, 2, 0.944},
+    {256, 128, true, 1, 2, 0.958}};
 
 /// Of products in TF32.
 inline constexpr ProductCosts kTf32Costs = {.start = 2.35,
@@ -296,15 +302,15 @@ inline double product_microseconds(const ProductCosts& cost, const TileWork& til
 
   // Slices of a cluster each store a part of the tile.
   const double elements = 1.0 * tile.rows * tile.cols / division.slices_of_cluster;
+  const double copied = tile.copied / division.slices_of_cluster;
   const bool narrow = of.pitch_c % 16 != 0, odd = of.pitch_c / of.element_bytes % 2 != 0;
   const double unaligned = !narrow ? 0 : odd ? cost.narrowest : cost.narrow;
-  const double store =
-      elements * (cost.store + (narrow && tile.transposed ? cost.narrow_transposed : 0) +
-                  (tile.consumers == 3 ? cost.store_three : 0)) +
-      elements / tile.consumers * (cost.store_alone + unaligned) + cost.tile +
-      (blocks > 1 ? cost.tile_shared : 0) +
-      elements * elements / (1 << 15) *
-          (cost.burst + (narrow ? (odd ? 2 : 1) * cost.narrow_burst : 0));
+  const double store = elements * (cost.store + (tile.consumers == 3 ? cost.store_three : 0)) +
+                       (narrow && tile.transposed ? copied * cost.narrow_transposed : 0) +
+                       (elements * cost.store_alone + copied * unaligned) / tile.consumers +
+                       cost.tile + (blocks > 1 ? cost.tile_shared : 0) +
+                       elements * elements / (1 << 15) *
+                           (cost.burst + (narrow ? (odd ? 2 : 1) * cost.narrow_burst : 0));
   const double busy =
       ((division.rounds + division.shared * (cost.shared_steps - 1)) * steps * step +
        division.finished * store) /
@@ -313,7 +319,10 @@ inline double product_microseconds(const ProductCosts& cost, const TileWork& til
   const double memory =
       (of.element_bytes *
            (cost.read * (1.0 * shape.rows * shape.depth + 1.0 * shape.depth * shape.cols) +
-            (cost.write + (narrow ? cost.write_narrow : 0)) * shape.rows * shape.cols) +
+            (cost.write + (narrow                 ? cost.write_narrow
+                           : of.pitch_c % 32 != 0 ? cost.write_sector
+                                                  : 0)) *
+                shape.rows * shape.cols) +
        cost.shared_reads * fetched_by_sharers(tile, of.element_bytes, shape.depth, division)) /
       memory_rate();
 

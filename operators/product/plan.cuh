@@ -194,7 +194,7 @@ inline constexpr bool kIsTransposed = requires {
 /// What a block of a Tile of 2-byte elements does.
 template <class Tile>
 constexpr TileWork work_of_tile() {
-  constexpr int kLinesOfB = kStepK * Tile::Share::kAllBoxes;
+  constexpr int kLinesOfB = kStepK * Tile::Share::kAllBoxes, kStrip = Tile::kOutRows;
   return {.rows = Tile::BM,
           .cols = Tile::BN,
           .stack = Tile::kStack,
@@ -205,7 +205,10 @@ constexpr TileWork work_of_tile() {
           .multiplied = 1.0 * Tile::BM * Tile::BN,
           .shared_lines = 1.0 * Tile::BM + kLinesOfB + Tile::kLinesRead,
           .fetched_a = 1.0 * Tile::BM / Tile::kSide,
-          .fetched_b = 1.0 * kLinesOfB / Tile::kStack};
+          .fetched_b = 1.0 * kLinesOfB / Tile::kStack,
+          .copied = kIsTransposed<Tile>
+                        ? 1.0 * ((Tile::BM + kStrip - 1) / kStrip * kStrip) * Tile::BN
+                        : 1.0 * Tile::BM * kLinesOfB};
 }
 
 /// How long a product should take with a Tile. The strides are of A's and B's rows, and of C's, in
@@ -213,9 +216,12 @@ constexpr TileWork work_of_tile() {
 template <class Tile>
 Estimate tile_estimate(const ProductShape& shape, int64_t stride_a, int64_t stride_b,
                        int64_t stride_c, double more = 0) {
-  constexpr TileWork kWork = work_of_tile<Tile>();
+  TileWork work = work_of_tile<Tile>();
+  // No more is fetched than there is.
+  work.fetched_a = 1.0 * std::min(Tile::BM, shape.rows) / Tile::kSide;
+  work.fetched_b = std::min(work.fetched_b, 64.0 * ceil_div(shape.cols, 64) / Tile::kStack);
   constexpr int kBytes = sizeof(typename Tile::Element);
-  return estimate_of(kHalfCosts, kWork, step_factor(kWork, kHalfSteps),
+  return estimate_of(kHalfCosts, work, step_factor(work, kHalfSteps),
                      {shape, kBytes, kBytes * stride_a, kBytes * stride_b, kBytes * stride_c},
                      more);
 }

@@ -439,23 +439,25 @@ struct StoreRounded {
   }
 
   /// The warpgroup copies `count` columns of a box to C, kWidth elements a thread at a time: always
-  /// in the same columns, and 8 loads before the first store.
+  /// in the same columns, and up to 8 loads before the first store, equally many each time.
   template <int kWidth, int kRows>
   __device__ void copy(const Box<T, kRows>& box, int row, int col, int count) const {
     constexpr int kPieces = kBoxCols / kWidth, kStep = 128 / kPieces;
+    constexpr int kLoads = (kRows + kStep - 1) / kStep, kTimes = (kLoads + 7) / 8;
+    constexpr int kAtOnce = (kLoads + kTimes - 1) / kTimes;
     using Pack = Neighbours<T, kWidth>;
     const int own = threadIdx.x % 128 / kPieces, c = threadIdx.x % kPieces * kWidth;
     if (c >= count || col + c >= cols) return;
     T* to = data + static_cast<int64_t>(row + own) * cols + col + c;
-    for (int first = own; first < min(kRows, rows - row); first += 8 * kStep) {
-      Pack packs[8];
+    for (int first = own; first < min(kRows, rows - row); first += kAtOnce * kStep) {
+      Pack packs[kAtOnce];
 #pragma unroll
-      for (int i = 0; i < 8; ++i) {
+      for (int i = 0; i < kAtOnce; ++i) {
         const int r = min(first + i * kStep, kRows - 1);
         packs[i] = *reinterpret_cast<const Pack*>(&box.elements[swizzled(r, c / 8) + c % 8]);
       }
 #pragma unroll
-      for (int i = 0; i < 8; ++i, to += kStep * cols) {
+      for (int i = 0; i < kAtOnce; ++i, to += kStep * cols) {
         const int r = first + i * kStep;
         if (r < kRows && row + r < rows) *reinterpret_cast<Pack*>(to) = packs[i];
       }
@@ -577,6 +579,18 @@ struct MatrixProduct {
   Epilogue epilogue;
   Schedule<Tile> schedule;
   Exchange exchange;
+  /// What the copy engine does not fetch. It writes zeros where a box lies outside of a matrix, and
+  /// to do that takes it longer than to fetch as many bytes. So of A the last tiles come in boxes
+  /// of A_rest, which have `rest` rows, as many as are left for each block that shares the tile;
+  /// and of B no box comes that has no column. What the stage holds there is of an earlier step. It
+  /// is multiplied, too, but only for sums that are not stored. rest < 0: all boxes come.
+  CUtensorMap A_rest = {};
+  int rest = -1;
+
+  /// The rows of a box of A_rest, for a matrix A of so many rows.
+  static constexpr int rest_of(int rows) {
+    return ceil_div(rows % Tile::BM, Tile::BM / Tile::kRowsA);
+  }
 
 #if HOPPER_CODE
   using Grid = BlockGrid<Tile::kStack, Tile::kSide, kGrids, kIsInTurn<Tile>>;
@@ -603,29 +617,38 @@ struct MatrixProduct {
         by = backward ? -kStepK : kStepK;
         backward = turns && !backward;
         at = work.schedule.place(piece.tile, grid.stack, grid.side);
+        if (kRightFactors == 1 && work.rest >= 0) cut();
       }
       --left;
       if constexpr (kIsInTurn<Tile>) turn = turn + 1 == Shared::kStages ? 0 : turn + 1;
       if (in_step && ++done % Pace::kSteps == 0) pace.next();
       return true;
     }
+    /// How many bytes a step's copies bring.
+    __device__ int bytes() const { return is_cut ? cut_bytes : loaded_bytes<Stage>(); }
     /// Of several right factors side by side in a tile each has the same share of its columns.
     template <bool kAlone = false>
     __device__ void load(Stage& stage, Barrier* arrived) const {
       if constexpr (requires { Tile::kLoads; }) {
         return Tile::template load<kAlone>(stage, grid, work, at, k, arrived);
       } else {
-        load_rows<kAlone>(stage, arrived);
+        is_cut ? load_rows<kAlone, true>(stage, arrived) : load_rows<kAlone, false>(stage, arrived);
       }
     }
-    template <bool kAlone>
+    /// kCut: the tile is not all inside of the matrices. Whole ones have no decisions to wait for.
+    template <bool kAlone, bool kCut>
     __device__ void load_rows(Stage& stage, Barrier* arrived) const {
+      const CUtensorMap* const a = kCut && rows_cut ? &work.A_rest : &work.A.maps[0];
+      const int share = kCut ? cut_share : Tile::kRowsA;
+      const int boxes = kCut ? cut_boxes : Tile::Share::kAllBoxes;
       constexpr int kBoxes = Tile::Share::kAllBoxes / kRightFactors;
       static_assert(kRightFactors == 1 || Tile::BN % (kBoxCols * kRightFactors) == 0);
-      if constexpr (kIsInTurn<Tile>) {
-        grid.template load<kAlone>(stage.a, &work.A.maps[0], at.row, k, arrived, turn);
-      } else {
-        grid.template load<kAlone>(stage.a, &work.A.maps[0], at.row, k, arrived);
+      if (share > 0) {
+        if constexpr (kIsInTurn<Tile>) {
+          grid.template load<kAlone>(stage.a, a, at.row, k, arrived, turn);
+        } else {
+          grid.template load<kAlone>(stage.a, a, at.row, k, arrived, share);
+        }
       }
       const auto source = [&](int box) {
         return BoxSource{&work.B.maps[kRightFactors == 1 ? 0 : box / kBoxes],
@@ -633,11 +656,11 @@ struct MatrixProduct {
                                             : at.col / kRightFactors + kBoxCols * (box % kBoxes)};
       };
       if constexpr (kIsInTurn<Tile>) {
-        grid.template load<kAlone>(stage.b, source, k, arrived, turn);
+        grid.template load<kAlone>(stage.b, source, k, arrived, boxes, turn);
       } else if constexpr (kIsOneRow<Tile>) {
-        grid.template load<kAlone>(stage.b, source, k, arrived, evict_first());
+        grid.template load<kAlone>(stage.b, source, k, arrived, boxes, evict_first());
       } else {
-        grid.template load<kAlone>(stage.b, source, k, arrived);
+        grid.template load<kAlone>(stage.b, source, k, arrived, boxes);
       }
     }
     __device__ void end() {
@@ -653,6 +676,27 @@ struct MatrixProduct {
     typename Schedule<Tile>::Place at;
 
    private:
+    /// At a new tile: what of it there is to fetch. Where blocks fill stages in turn, each of them
+    /// has to bring something, if only zeros: a block that needs nothing of another one would not
+    /// wait for it, and might tell it of the next lap's stage before others have told it of this
+    /// one's.
+    __device__ void cut() {
+      constexpr bool kSomething = kIsInTurn<Tile>;
+      constexpr int kBoxes = Tile::Share::kAllBoxes;
+      const int rows = work.schedule.shape.rows - at.row;
+      rows_cut = rows < Tile::BM && !(kSomething && work.rest == 0);
+      cut_share = !rows_cut ? Tile::kRowsA : rows > 0 || kSomething ? work.rest : 0;
+      cut_boxes = ceil_div(work.schedule.shape.cols - at.col, kBoxCols);
+      if (kSomething && cut_boxes < 1) cut_boxes = 1;
+      is_cut = rows_cut || cut_boxes < kBoxes;
+      int lines = Tile::BM / Tile::kRowsA * cut_share;
+#pragma unroll
+      for (int box = 0; box < kBoxes; ++box) lines += box < cut_boxes ? kStepK : 0;
+      cut_bytes = lines * static_cast<int>(kLineBytes);
+    }
+
+    bool is_cut = false, rows_cut = false;
+    int cut_share = 0, cut_boxes = 0, cut_bytes = 0;  ///< rows of A that each block fetches; boxes
     const bool turns;
     typename Schedule<Tile>::Pieces pieces;
     Pace pace;
@@ -675,10 +719,9 @@ struct MatrixProduct {
     __device__ bool next() { return pieces.get(piece); }
     template <class Reader>
     __device__ void multiply(Sum& sum, Reader& reader) const {
-      for (int step = piece.begin; step < piece.end; ++step) {
-        reader.take(
-            [&](const Stage& stage, bool add) { Tile::start_product(sum, stage, consumer, add); });
-      }
+      reader.take(piece.end - piece.begin, [&](const Stage& stage, bool add) {
+        Tile::start_product(sum, stage, consumer, add);
+      });
       out.wait();  // while the last products are on their way
     }
     __device__ void store(Sum& sum) const {
@@ -803,7 +846,7 @@ __global__ void HOPPER_CLUSTER(kClusterBlocks<Work>) __launch_bounds__(Work::Til
   } else {
     if constexpr (Work::kConsumerRegisters > 0) registers_grow_to<Work::kConsumerRegisters>();
     Reader reader(shared.pipeline, grid);
-    typename Work::Results results(work, shared, grid, threadIdx.x / 128 - 1);
+    typename Work::Results results(work, shared, grid, warp / 4 - 1);
     while (results.next()) {
       typename Work::Sum sum;
       results.multiply(sum, reader);

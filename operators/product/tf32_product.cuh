@@ -104,24 +104,43 @@ struct Tf32MatrixProduct {
         if (!pieces.get(piece)) return false;
         at = work.schedule.place(piece.tile, grid.stack, grid.side);
         left = piece.end - piece.begin, k = piece.begin * Tile::kDepth;
-        const ProductShape& of = work.schedule.shape;  // C^T's
-        const bool whole = at.col + Tile::BN <= of.cols;
-        a = whole ? &work.A : &work.A_rest, share = whole ? kShare : work.rest;
-        // Not cut to 0 ... kBoxes: nvcc 13.0 took `min(kBoxes, max(0, boxes)) == kBoxes` for true
-        // where it is false.
-        boxes = ceil_div(of.rows - at.row, kBoxRows);
+        cut();
       }
       --left;
       return true;
     }
-    __device__ int bytes() const {
-      int lines = Tile::kStack * share;
-#pragma unroll
-      for (int i = 0; i < kBoxes; ++i) lines += i < boxes ? Tile::kDepth : 0;
-      return lines * static_cast<int>(kLineBytes);
-    }
+    __device__ int bytes() const { return is_cut ? cut_bytes : bytes_of(kShare, kBoxes); }
     template <bool kAlone = false>
     __device__ void load(Stage& stage, Barrier* arrived) const {
+      is_cut ? load_rows<kAlone, true>(stage, arrived) : load_rows<kAlone, false>(stage, arrived);
+    }
+    __device__ void end() const {}
+
+   private:
+    static constexpr int kBoxRows = TransposedLeftTile<Tile::BM>::kBoxRows;
+    static constexpr int kBoxes = Tile::BM / kBoxRows, kShare = Tile::BN / Tile::kStack;
+    static_assert(kShare % 8 == 0);
+
+    __device__ static constexpr int bytes_of(int share, int boxes) {
+      return (Tile::kStack * share + Tile::kDepth * boxes) * static_cast<int>(kLineBytes);
+    }
+    /// At a new tile: what of it there is to fetch. (nvcc 13.0 takes `min(kBoxes, max(0, boxes)) ==
+    /// kBoxes` for true where it is false.)
+    __device__ void cut() {
+      const ProductShape& of = work.schedule.shape;  // C^T's
+      rows_cut = at.col + Tile::BN > of.cols;
+      cut_share = rows_cut ? work.rest : kShare;
+      cut_boxes = ceil_div(of.rows - at.row, kBoxRows);
+      is_cut = rows_cut || cut_boxes < kBoxes;
+      if (cut_boxes > kBoxes) cut_boxes = kBoxes;
+      if (cut_boxes < 0) cut_boxes = 0;
+      cut_bytes = bytes_of(cut_share, cut_boxes);
+    }
+    /// kCut: the tile is not all inside of the matrices. Whole ones have no decisions to wait for.
+    template <bool kAlone, bool kCut>
+    __device__ void load_rows(Stage& stage, Barrier* arrived) const {
+      const CUtensorMap* const a = kCut && rows_cut ? &work.A_rest : &work.A;
+      const int share = kCut ? cut_share : kShare, boxes = kCut ? cut_boxes : kBoxes;
 #pragma unroll
       for (int i = 0; i < (kAlone ? Tile::kStack : 1); ++i) {
         const int first = (kAlone ? i : grid.stack) * share;
@@ -142,21 +161,14 @@ struct Tf32MatrixProduct {
         }
       }
     }
-    __device__ void end() const {}
-
-   private:
-    static constexpr int kBoxRows = TransposedLeftTile<Tile::BM>::kBoxRows;
-    static constexpr int kBoxes = Tile::BM / kBoxRows, kShare = Tile::BN / Tile::kStack;
-    static_assert(kShare % 8 == 0);
 
     const Tf32MatrixProduct& work;
     const Grid& grid;
     typename Schedule<Tile>::Pieces pieces;
     int left = 0, k = 0;
     typename Schedule<Tile>::Place at;
-    const CUtensorMap* a;
-    int share;  ///< rows of A that this block fetches
-    int boxes;  ///< of B, from this tile on: the first kBoxes of them are this tile's
+    bool is_cut = false, rows_cut = false;
+    int cut_share = 0, cut_boxes = 0, cut_bytes = 0;  ///< rows of A that each block fetches; boxes
   };
 
   /// Splits A, all of a stage: in whatever order it lies there.

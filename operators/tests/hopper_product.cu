@@ -181,8 +181,14 @@ bool right(const ProductShape& shape, bool split, bool in_step, int slices = 0) 
   const Shared memory = Shared::of<Work>(clusters, whole.tiles);
   Epilogue epilogue{{}, C, shape.rows, shape.cols, shape.cols % 8 == 0};
   if (epilogue.aligned) epilogue.map = tensor_map<T>(C, shape.rows, shape.cols, Tile::kOutRows);
-  const Whole all{A.factor(Tile::kRowsA), B.factor(Tile::kRowsB), epilogue, schedule,
-                  Exchange{in_step ? memory.counts : nullptr, memory.counts + 1, memory.sums}};
+  const int rest = Whole::rest_of(shape.rows);
+  const Whole all{A.factor(Tile::kRowsA),
+                  B.factor(Tile::kRowsB),
+                  epilogue,
+                  schedule,
+                  Exchange{in_step ? memory.counts : nullptr, memory.counts + 1, memory.sums},
+                  A.factor(rest > 0 ? rest : Tile::kRowsA).maps[0],
+                  rest};
   const Work work = [&] {
     if constexpr (kOfCluster > 1) {
       return Work{all, slices / kOfCluster};
@@ -274,11 +280,14 @@ bool right_added(const ProductShape& shape, int slices) {
   const SlicesToAdd<T> add = {apart.data,   slices,    int64_t{shape.rows} * apart.stride,
                               apart.stride, C.data,    shape.cols,
                               shape.rows,   shape.cols};
+  const int rest = Work::rest_of(shape.rows);
   const Work work = {A.factor(Tile::kRowsA),
                      B.factor(Tile::kRowsB),
                      {{}, {{apart.data, shape.rows, apart.stride}}, add.apart},
                      Schedule<Tile>(shape, whole.tiles * slices, true),
-                     {}};
+                     {},
+                     A.factor(rest > 0 ? rest : Tile::kRowsA).maps[0],
+                     rest};
   CUDA_CHECK(cudaMemset(C.data, 0xff, C.bytes()));
   launch_product(work, RowCopies<T, 2>{}, nullptr);
   launch_finish_slices(add, nullptr);

@@ -106,30 +106,41 @@ struct BlockGrid {
     }
   }
 
-  /// A warpgroup calls this when it has read the stage whose barrier is `empty`. The kPeers blocks
-  /// that have copied a part of this stage, this block among them, have to be told. Each of the
-  /// first kPeers threads tells one block. The first kStack threads tell the blocks in this block's
-  /// column of the picture, and the others tell the other blocks in its row. In block 1 of
-  /// BlockGrid<2, 2> threads 0, 1 and 2 tell blocks 0, 1 and 3.
-  __device__ void release(Barrier& empty) const {
+  /// Whom a thread tells which stages have been read: block `rank`, and of the stages those whose
+  /// number has the bits `bits` where `mask` has ones.
+  struct Told {
+    int rank, mask, bits;
+  };
+  /// Whom this thread of a warpgroup tells. The kPeers blocks that copy parts of stages to this
+  /// block, this block among them, have to be told. Each of the first kPeers threads tells one
+  /// block: the first kStack threads those in this block's column of the picture, and the others
+  /// the other blocks in its row. In block 1 of BlockGrid<2, 2> threads 0, 1 and 2 tell blocks 0, 1
+  /// and 3. With kInTurn other blocks are told only of the stages that they fill.
+  __device__ Told told() const {
+    static_assert(!kInTurn || ((kStack & (kStack - 1)) == 0 && (kSide & (kSide - 1)) == 0));
     const int thread = threadIdx.x % 128;
+    if (thread < kStack) {
+      const int mask = kInTurn && thread != stack ? kStack - 1 : 0;
+      return {first + thread + kStack * side, mask, thread & mask};
+    }
+    if (thread < kPeers) {
+      const int other = thread - kStack, column = other < side ? other : other + 1;
+      constexpr int kMask = kInTurn ? kSide - 1 : 0;
+      return {first + stack + kStack * column, kMask, column & kMask};
+    }
+    return {0, 0, 1};  // nobody
+  }
+  /// A warpgroup calls this when it has read stage number `stage`: empty[stage] is its barrier.
+  __device__ static void tell(const Told& whom, Barrier* empty, int stage) {
+    if ((stage & whom.mask) != whom.bits) return;
     if constexpr (kBlocks == 1) {
-      if (thread == 0) barrier_arrive(&empty);
-    } else if (thread < kStack) {
-      barrier_arrive(&empty, first + thread + kStack * side);
-    } else if (thread < kPeers) {
-      const int other = thread - kStack;
-      barrier_arrive(&empty, first + stack + kStack * (other < side ? other : other + 1));
+      barrier_arrive(&empty[stage]);
+    } else {
+      barrier_arrive(&empty[stage], whom.rank);
     }
   }
-
-  /// The same for stage number `stage`, of those that blocks fill in turn.
-  __device__ void release(Barrier& empty, int stage) const requires kInTurn {
-    const int thread = threadIdx.x % 128, column = stage % kSide, row = stage % kStack;
-    if (thread == 0) barrier_arrive(&empty);
-    if (thread == 1 && column != side) barrier_arrive(&empty, first + stack + kStack * column);
-    if (thread == 2 && row != stack) barrier_arrive(&empty, first + row + kStack * side);
-  }
+  /// The same for a barrier that is alone.
+  __device__ void release(Barrier& empty) const requires(!kInTurn) { tell(told(), &empty, 0); }
   /// How many blocks tell this one that they have read that stage.
   __device__ int readers(int stage) const requires kInTurn {
     return 1 + (stage % kSide == side ? kSide - 1 : 0) + (stage % kStack == stack ? kStack - 1 : 0);
@@ -153,17 +164,16 @@ struct BlockGrid {
   }
 
   /// Starts the copies of this block's share of a tile of the left factor. The tile begins at (row,
-  /// k) of the matrix, and the share is kRows / kSide of its rows. They go to all blocks of
-  /// beside(), and their bytes count at the barrier `arrived` of each. With kAlone the block
-  /// fetches all of the tile, for itself alone.
+  /// k) of the matrix. Each block's share is `share` rows, as many as a box of the map has: those
+  /// of the first block come first. They go to all blocks of beside(), and their bytes count at the
+  /// barrier `arrived` of each. With kAlone the block fetches all shares, for itself alone.
   template <bool kAlone = false, typename T, int kRows>
   __device__ void load(LeftTile<T, kRows>& to, const CUtensorMap* map, int row, int k,
-                       Barrier* arrived) const {
-    constexpr int kShare = kRows / kSide;
+                       Barrier* arrived, int share = kRows / kSide) const {
     static_assert(kRows % kSide == 0);
 #pragma unroll
     for (int i = 0; i < (kAlone ? kSide : 1); ++i) {
-      const int first = (kAlone ? i : side) * kShare;
+      const int first = (kAlone ? i : side) * share;
       if constexpr (kAlone || kSide == 1) {
         tensor_load(to.row(first), map, row + first, k, arrived);
       } else {
@@ -205,13 +215,14 @@ struct BlockGrid {
         [&](int box) {
           return BoxSource{map, col + kLine<T> * box};
         },
-        k, arrived);
+        k, arrived, RightTile<T, kCols>::kBoxes);
   }
 
   /// The same if the boxes of the tile come from several matrices: source(box) says where each box
-  /// comes from. There may be a policy for the L2 cache (copies.cuh).
+  /// comes from. Only the first `boxes` boxes are fetched, none if that is not positive. There may
+  /// be a policy for the L2 cache (copies.cuh).
   template <bool kAlone = false, typename T, int kCols, typename Source, typename... Policy>
-  __device__ void load(RightTile<T, kCols>& to, Source source, int k, Barrier* arrived,
+  __device__ void load(RightTile<T, kCols>& to, Source source, int k, Barrier* arrived, int boxes,
                        Policy... policy) const {
     using Share = RightShare<T, kCols, kStack>;
     constexpr int kBoxes = kAlone ? Share::kAllBoxes : Share::kBoxes;
@@ -220,6 +231,7 @@ struct BlockGrid {
     for (int i = 0; i < kBoxes * kLoads; ++i) {
       const int box = i / kLoads + (!kAlone && Share::kWhole ? stack * kBoxes : 0);
       const int first = (kAlone ? i % kLoads : Share::kWhole ? 0 : stack) * Share::kRows;
+      if (box >= boxes) break;
       const BoxSource from = source(box);
       if constexpr (kAlone || kStack == 1) {
         tensor_load(to.boxes[box].row(first), from.map, k + first, from.col, arrived, policy...);
@@ -232,12 +244,13 @@ struct BlockGrid {
 
   /// The same in turn.
   template <bool kAlone = false, typename T, int kCols, typename Source>
-  __device__ void load(RightTile<T, kCols>& to, Source source, int k, Barrier* arrived,
+  __device__ void load(RightTile<T, kCols>& to, Source source, int k, Barrier* arrived, int boxes,
                        int stage) const requires kInTurn {
     constexpr int kBoxes = RightTile<T, kCols>::kBoxes;
     if (!kAlone && stage % kStack != stack) return;
 #pragma unroll
     for (int box = 0; box < kBoxes; ++box) {
+      if (box >= boxes) break;
       const BoxSource from = source(box);
       if constexpr (kAlone || kStack == 1) {
         tensor_load(to.boxes[box].row(0), from.map, k, from.col, arrived);

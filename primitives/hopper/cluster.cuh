@@ -76,9 +76,13 @@ __device__ inline void named_arrive(int id, int threads) {
 #endif
 #if CLUSTER_CODE
 
-/// The number of this thread's warp in its block. By the shuffle the compiler knows that it is the
-/// same for all of the warp.
-__device__ inline int warp_of_block() { return __shfl_sync(0xffffffff, threadIdx.x / 32, 0); }
+/// `number`, which all threads of the warp have. By the shuffle the compiler knows that, too. So it
+/// computes what follows from the number once for the warp, in the registers from which wgmma takes
+/// its descriptors, and need not move each descriptor there.
+__device__ inline int same_in_warp(int number) { return __shfl_sync(0xffffffff, number, 0); }
+
+/// The number of this thread's warp in its block.
+__device__ inline int warp_of_block() { return same_in_warp(threadIdx.x / 32); }
 
 #ifndef CUDA_CPU
 
