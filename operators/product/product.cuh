@@ -696,7 +696,7 @@ struct MatrixProduct {
     }
 
     bool is_cut = false, rows_cut = false;
-    int cut_share = 0, cut_boxes = 0, cut_bytes = 0;  ///< rows of A that each block fetches; boxes
+    int cut_share = 0, cut_boxes = 0, cut_bytes = 0;  ///< of A, each block's rows; of B; together
     const bool turns;
     typename Schedule<Tile>::Pieces pieces;
     Pace pace;

@@ -168,7 +168,7 @@ struct Tf32MatrixProduct {
     int left = 0, k = 0;
     typename Schedule<Tile>::Place at;
     bool is_cut = false, rows_cut = false;
-    int cut_share = 0, cut_boxes = 0, cut_bytes = 0;  ///< rows of A that each block fetches; boxes
+    int cut_share = 0, cut_boxes = 0, cut_bytes = 0;  ///< of A, each block's rows; of B; together
   };
 
   /// Splits A, all of a stage: in whatever order it lies there.

@@ -90,21 +90,29 @@ OTHERS = {
         (r"void give_back\(\) \{ (release\(ring\.stage\))", "static_cast<void>(0)"),
         (r"if \((filled)\) \{", "false"),
         (r"start\(wait\(\), (previous >= 0)\)", "true"),
+        (r"start\(pipe\.stage\(now\), (false)\)", "true"),
+        (r"blocks\.tell\(told, pipe\.empty, (before)\)", "now"),
     ],
     # Some of those who sent a part of a stage are not told, or only this block is; others do not get
     # this block's share of a tile; a block fetches another one's share.
     "block_grid": [
-        (r"else if \((thread < kStack)\)", "thread < kStack && thread != stack"),
-        (r"else if \((thread < kPeers)\)", "false"),
+        (r"return \{(first \+ thread \+ kStack \* side), mask", "first + rank"),
+        (r"if \((thread < kPeers)\) \{", "false"),
         (r"static_cast<uint16_t>\((kAll << stack << first)\)", "1u << (first + rank)"),
         (r"static_cast<uint16_t>\((\(\(1 << kStack\) - 1\) << kStack \* side << first)\)", "1u << (first + rank)"),
         (r"&& Share::kWhole \? (stack) \* kBoxes", "0"),
-        (r"kAlone \? i : (side)\) \* kShare", "0"),
+        (r"kAlone \? i : (side)\) \* share", "0"),
         # The same where blocks fetch in turn.
-        (r"if \((thread == 1 && column != side)\)", "false"),
-        (r"if \((thread == 2 && row != stack)\)", "false"),
+        (r"const int mask = kInTurn && (thread != stack) \?", "false"),
+        (r"constexpr int kMask = (kInTurn) \?", "false"),
         (r"\(!kAlone && (stage % kStack != stack)\)", "false"),
         (r"else if \((stage % kSide == side)\)", "true"),
+    ],
+    # A block brings nothing of a stage that it fills in its turn; or one box of the last tile's columns too few.
+    "product": [
+        (r"if \((kSomething && cut_boxes < 1)\)", "false"),
+        (r"cut_boxes = (ceil_div\(work\.schedule\.shape\.cols - at\.col, kBoxCols\))",
+         "(work.schedule.shape.cols - at.col) / kBoxCols"),
     ],
     "exchange": [
         (r"first == 0 && (before > 0)", "false"),
