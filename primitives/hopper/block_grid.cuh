@@ -215,12 +215,17 @@ struct BlockGrid {
         [&](int box) {
           return BoxSource{map, col + kLine<T> * box};
         },
-        k, arrived, RightTile<T, kCols>::kBoxes);
+        k, arrived);
   }
 
   /// The same if the boxes of the tile come from several matrices: source(box) says where each box
-  /// comes from. Only the first `boxes` boxes are fetched, none if that is not positive. There may
-  /// be a policy for the L2 cache (copies.cuh).
+  /// comes from.
+  template <bool kAlone = false, typename T, int kCols, typename Source>
+  __device__ void load(RightTile<T, kCols>& to, Source source, int k, Barrier* arrived) const {
+    load<kAlone>(to, source, k, arrived, RightTile<T, kCols>::kBoxes);
+  }
+  /// The same, but only the first `boxes` boxes are fetched, and none if that is not positive. There
+  /// may be a policy for the L2 cache (copies.cuh).
   template <bool kAlone = false, typename T, int kCols, typename Source, typename... Policy>
   __device__ void load(RightTile<T, kCols>& to, Source source, int k, Barrier* arrived, int boxes,
                        Policy... policy) const {
