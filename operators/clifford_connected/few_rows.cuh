@@ -197,7 +197,7 @@ struct Few {
     if (pitch != layer.features) least -= 3 * w / kBytesPerCycle;
     for (int shares = 1; shares <= std::min(8, chunk.stride / 32); ++shares) {
       const double ends = 6000 + (shares + 2) * out / kBytesPerCycle, bytes = w / kBytesPerCycle;
-      if (bytes + ends >= least) break;  // for many rows to plan would take the host long
+      if (bytes + ends >= least) break;  // planning many rows would take the host long
       const TilePlan with = plan_tiles(work<true>(nullptr, shares));
       const double cycles = std::max(with.cycles, bytes) + ends;
       if (cycles < least) least = cycles, plan = with, splits = shares, used = true;

@@ -46,9 +46,10 @@ constexpr GatedTileCost cost_of_tile(int rows, int cols) {
   return {rows, cols, rows * cols / 32.0, rows * cols / 8.0};
 }
 
-/// How long a layer should take whose tiles, of `steps` steps, cost so much and are so divided.
-/// `shape` is of x [W1 W2], and out has `results` elements. Of what goes from and to memory two
-/// fifths are not hidden.
+/// Microseconds of a layer whose tiles have `steps` steps, each step and each end of a tile with
+/// this `cost`. `shape` is that of the products: of x [W1 W2], or for two inputs of out, with the
+/// depth of both. out has `results` elements. Of what goes from and to memory two fifths are not
+/// hidden.
 template <class Tile, typename T>
 double gated_microseconds(const GatedTileCost& cost, double steps, const ProductShape& shape,
                           double results, const Division& division) {

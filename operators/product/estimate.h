@@ -27,8 +27,8 @@ struct TileWork {
   double shared_lines;  ///< that a step moves into shared memory and, by wgmma, out of it
   double fetched_a, fetched_b;        ///< lines that a block asks the L2 cache for in a step
   double gathering = 0;               ///< cycles in which threads copy a step's tile of a factor
-  double copied = 1.0 * rows * cols;  ///< elements of C that threads copy, if C is not aligned:
-                                      ///< whole boxes, although they overlap or are not full
+  double copied = 1.0 * rows * cols;  ///< elements that storing counts, if C is not aligned: of 2
+                                      ///< bytes whole boxes, also if they overlap or are not full
 };
 
 /// How tiles are divided among clusters.
@@ -37,7 +37,7 @@ struct Division {
   double rounds;              ///< tiles that a cluster has; less than 1 if it has a slice of one
   double finished = 1;        ///< how many tiles' results it stores
   double shared = 0;          ///< how many of `rounds` are of tiles shared in unequal parts
-  double places = 1;          ///< along k, at which clusters are that share such tiles
+  double places = 1;          ///< different k at which clusters are that share such tiles
   double pieces = 1;          ///< of a shared tile, that are added up through memory
   int slices_of_cluster = 1;  ///< of a tile, that a cluster adds up in its blocks (SlicedProduct)
 };
@@ -75,7 +75,7 @@ struct ProductCosts {
   double store = 0, store_alone = 0;  ///< cycles for an element; for one of a consumer
   double narrow = 0, narrowest = 0;   ///< cycles more for one of a consumer: where rows of C are no
                                       ///< multiples of 16 bytes long; of an odd number of elements
-  double store_three = 0;             ///< cycles for an element more, if there are three consumers
+  double store_three = 0;             ///< further cycles for an element, with three consumers
   double narrow_transposed = 0;       ///< cycles for an element more, if the tile is transposed
   double tile = 0;                    ///< cycles between two tiles
   double tile_shared = 0;  ///< the same more, in a cluster whose blocks share what they copy
@@ -92,7 +92,7 @@ struct ProductCosts {
   double partial = 0;                   ///< microseconds for 2^10 elements of each multiprocessor
   double shared_steps = 0;  ///< factor of a step, where clusters are at different places along k
   double shared_reads = 0;  ///< of what these clusters fetch, the part that comes from memory
-  double place_reads = 0;   ///< factor of the time of what all places have to fetch
+  double place_reads = 0;   ///< part of the time of fetched_by_places() that is added
   double in_cluster = 0;    ///< microseconds for each doubling of slices of a cluster
   double sent = 0;          ///< microseconds for each element that a thread sends to other slices
   double pair = 0, four = 0, eight = 0;  ///< microseconds until a cluster of so many blocks has met
@@ -147,7 +147,7 @@ inline constexpr ProductCosts kHalfCosts = {.start = 1.62,
                                             .added_bytes = 0.725};
 inline constexpr StepFactor kHalfSteps[] = {
     {32, 128, true, 1, 1, 1.076},   {48, 64, true, 2, 1, 0.875},    {56, 64, true, 4, 1, 0.897},
-    {64, 64, false, 1, 1, 0.859},   {64, 96, false, 4, 1, 0.999},   {64, 128, false, 1, 1, 0.882},
+    {64, 64, false, 1, 1, 0.970},   {64, 96, false, 4, 1, 0.999},   {64, 128, false, 1, 1, 0.882},
     {64, 128, false, 2, 1, 0.874},  {64, 128, false, 4, 1, 0.923},  {64, 192, false, 4, 1, 0.981},
     {72, 192, true, 4, 1, 1.021},   {80, 64, true, 1, 4, 0.942},    {80, 128, true, 2, 1, 0.946},
     {80, 192, true, 4, 2, 1.077},   {88, 64, true, 1, 4, 0.925},    {88, 128, true, 4, 1, 0.967},
@@ -263,15 +263,16 @@ inline double handover_microseconds(const ProductCosts& cost, const TileWork& ti
              multiprocessors();
 }
 
-/// Bytes that clusters fetch which share tiles in unequal parts, and so are nowhere at the same k.
+/// Bytes that clusters fetch which share tiles in unequal parts, if none of them finds another's
+/// lines in the L2 cache.
 inline double fetched_by_sharers(const TileWork& tile, int element_bytes, int depth,
                                  const Division& division) {
   return division.shared * division.clusters *
          (1.0 * tile.rows * tile.stack + 1.0 * tile.cols * tile.side) * depth * element_bytes;
 }
 
-/// Bytes that clusters fetch which share tiles in unequal parts, if those at the same place along k
-/// have nearly a square of C and fetch each line once. The shape's rows are those of the tiles.
+/// The same if clusters at one place along k have tiles that form nearly a square of C, and these
+/// clusters together fetch each line once. For tiles of C^T the shape is C^T's.
 inline double fetched_by_places(const TileWork& tile, const ProductMatrices& of,
                                 const Division& division) {
   const double rows = 1.0 * tile.rows * tile.stack, cols = 1.0 * tile.cols * tile.side;

@@ -179,6 +179,7 @@ class HalfProduct {
   template <class Tile, int kGrids = 1>
   Whole<Tile, kGrids> work(const Schedule<Tile>& schedule, const Exchange& exchange) const {
     static_assert(sizeof(ProductShared<Tile>) <= 227 << 10, "no block would fit");
+    // If no tile reaches outside, the kernel need not look: rest < 0.
     const bool inside =
         shape_.rows % Schedule<Tile>::kRows == 0 && shape_.cols % Schedule<Tile>::kCols == 0;
     const int rest = inside ? -1 : Whole<Tile, kGrids>::rest_of(shape_.rows);

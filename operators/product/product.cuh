@@ -10,8 +10,9 @@
 //     Copies copies(work, grid)
 //         For the thread that copies, the steps of all pieces: copies.next() goes on to the next
 //         one, or is false after the last; copies.load(stage, arrived) starts its copies, and
-//         load<true> those of this block alone; copies.end() is called at the end. If there is
-//         copies.bytes(), it says how many bytes a step's copies bring; else they fill a stage.
+//         load<true> those of this block alone; copies.end() is called at the end. copies.bytes()
+//         says how many bytes a step brings into this block's stage, also from other blocks. If a
+//         Work has no such function, a step fills the whole stage.
 //     Results results(work, shared, grid, consumer)
 //         For a warpgroup that multiplies: results.next() goes on to the next piece, or is false
 //         after the last; multiply(sum, reader) takes its steps, store(sum) is the epilogue, or
@@ -254,7 +255,7 @@ struct Timetable {
     }
   }
 
-  /// At how many places of their tiles the clusters' ranges of shared steps begin.
+  /// How many different steps of a tile there are at which a cluster's range begins.
   constexpr int places() const { return clusters / std::gcd(shared, clusters); }
   /// Of the shared steps, the first one of a cluster's range.
   __host__ __device__ int first_step(int cluster) const {
@@ -438,8 +439,9 @@ struct StoreRounded {
     }
   }
 
-  /// The warpgroup copies `count` columns of a box to C, kWidth elements a thread at a time: always
-  /// in the same columns, and up to 8 loads before the first store, equally many each time.
+  /// The warpgroup copies `count` columns of a box to C, kWidth elements a thread at a time. A
+  /// thread stays in the same columns. Before it stores it loads up to 8 packs. All passes have
+  /// equally many loads, so that the last one has hardly any in vain.
   template <int kWidth, int kRows>
   __device__ void copy(const Box<T, kRows>& box, int row, int col, int count) const {
     constexpr int kPieces = kBoxCols / kWidth, kStep = 128 / kPieces;
@@ -579,11 +581,13 @@ struct MatrixProduct {
   Epilogue epilogue;
   Schedule<Tile> schedule;
   Exchange exchange;
-  /// What the copy engine does not fetch. It writes zeros where a box lies outside of a matrix, and
-  /// to do that takes it longer than to fetch as many bytes. So of A the last tiles come in boxes
-  /// of A_rest, which have `rest` rows, as many as are left for each block that shares the tile;
-  /// and of B no box comes that has no column. What the stage holds there is of an earlier step. It
-  /// is multiplied, too, but only for sums that are not stored. rest < 0: all boxes come.
+  /// What the copy engine does not fetch. Where a box lies outside of a matrix the engine writes
+  /// zeros, and that takes longer than to fetch as many bytes. So a tile that reaches below A takes
+  /// boxes of A_rest, which have `rest` rows, one box from each block that shares the tile. If rest
+  /// is 0, such a tile has no row of A, and no box comes (with InTurn a whole one does). Boxes of B
+  /// without a column do not come (with InTurn the first one does). There the stage keeps old
+  /// numbers: those of an earlier step, or in the first lap any. They are multiplied, too, but only
+  /// for elements outside of C, which never reach C. rest < 0: all boxes come.
   CUtensorMap A_rest = {};
   int rest = -1;
 
@@ -624,7 +628,7 @@ struct MatrixProduct {
       if (in_step && ++done % Pace::kSteps == 0) pace.next();
       return true;
     }
-    /// How many bytes a step's copies bring.
+    /// How many bytes a step brings into this block's stage, from all blocks that send to it.
     __device__ int bytes() const { return is_cut ? cut_bytes : loaded_bytes<Stage>(); }
     /// Of several right factors side by side in a tile each has the same share of its columns.
     template <bool kAlone = false>
@@ -635,7 +639,8 @@ struct MatrixProduct {
         is_cut ? load_rows<kAlone, true>(stage, arrived) : load_rows<kAlone, false>(stage, arrived);
       }
     }
-    /// kCut: the tile is not all inside of the matrices. Whole ones have no decisions to wait for.
+    /// kCut: a part of the tile lies outside of a matrix. For whole tiles the number of copies is
+    /// known at compile time, and the thread need not branch.
     template <bool kAlone, bool kCut>
     __device__ void load_rows(Stage& stage, Barrier* arrived) const {
       const CUtensorMap* const a = kCut && rows_cut ? &work.A_rest : &work.A.maps[0];
@@ -676,10 +681,10 @@ struct MatrixProduct {
     typename Schedule<Tile>::Place at;
 
    private:
-    /// At a new tile: what of it there is to fetch. Where blocks fill stages in turn, each of them
-    /// has to bring something, if only zeros: a block that needs nothing of another one would not
-    /// wait for it, and might tell it of the next lap's stage before others have told it of this
-    /// one's.
+    /// At a new tile: what of it there is to fetch. Where blocks fill stages in turn, each block
+    /// brings at least one box, if only of zeros. Otherwise a stage would be full for a reader that
+    /// needs nothing of this block. That reader could arrive twice at this block's barrier `empty`,
+    /// for this lap and for the next, before a slower reader has arrived once.
     __device__ void cut() {
       constexpr bool kSomething = kIsInTurn<Tile>;
       constexpr int kBoxes = Tile::Share::kAllBoxes;
@@ -696,7 +701,7 @@ struct MatrixProduct {
     }
 
     bool is_cut = false, rows_cut = false;
-    int cut_share = 0, cut_boxes = 0, cut_bytes = 0;  ///< of A, each block's rows; of B; together
+    int cut_share = 0, cut_boxes = 0, cut_bytes = 0;  ///< rows of A of each block; boxes; of both
     const bool turns;
     typename Schedule<Tile>::Pieces pieces;
     Pace pace;
@@ -785,7 +790,7 @@ template <class Work>
 inline constexpr int kFillingWarps = filling_warps<Work>();
 
 #if HOPPER_CODE
-/// How many bytes the copies of a step bring.
+/// How many bytes a step brings into this block's stage.
 template <class Stage, class Copies>
 __device__ int bytes_of(const Copies& copies) {
   if constexpr (requires { copies.bytes(); }) return copies.bytes();

@@ -90,7 +90,7 @@ struct ShiftedTile {
 /// of `steps` steps.
 struct ShiftedProduct {
   ShiftedRows A, B;
-  int a_rows;  ///< of a tile of A that are fetched: no more than A has, in fours
+  int a_rows;  ///< rows of A that a tile fetches: BM, or A's if these are fewer, in fours
   float* C;
   int64_t c_stride;
   ProductShape shape;
@@ -412,7 +412,7 @@ struct ShiftedWays {
   template <class Tile>
   void launch(const ShiftedPlan& plan, const Exchange& exchange) const {
     constexpr bool kRounds = Tile::kMath == Math::tf32;
-    // To write zeros, where a box lies outside of A, would take the copy engine longer.
+    // Where A has fewer rows than a tile, the copy engine would write zeros, and take longer.
     const int a_rows = std::min(Tile::BM, 4 * ceil_div(shape.rows, 4));
     const ShiftedProduct product = {
         {A, shape.rows, shape.depth, a_stride, 4, a_rows, Tile::kPitchA, kRounds},

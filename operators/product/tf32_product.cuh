@@ -51,11 +51,11 @@ struct PlainTf32Tile : Tf32Tile<kRows, kBesides, true, kCols / 64> {
 /// The Work of such a product. Its results leave without the copy engine, 8 bytes at a time where
 /// c_stride is even: neighbours of a column of C^T.
 ///
-/// The copy engine writes zeros where a box lies outside of a matrix, and to do that takes it
-/// longer than to fetch as many bytes. So it fetches no more than there is where a tile lies at the
-/// border of C: of A a box that has only the rows that are left (A_rest), and of B only boxes that
-/// have columns. The rest of the stage holds what an earlier step left there. It is multiplied,
-/// too, but only for sums that are not stored.
+/// Where a box lies outside of a matrix the copy engine writes zeros, and that takes longer than to
+/// fetch as many bytes. So at the border of C no box is fetched that lies outside as a whole, and
+/// the last rows of A come in a box of their own (A_rest). There the stage keeps old numbers: those
+/// of an earlier step, or in the first lap any. They are multiplied, too, but only for elements
+/// outside of C, which never reach C.
 template <class Tile_>
 struct Tf32MatrixProduct {
   using Tile = Tile_;
@@ -76,8 +76,8 @@ struct Tf32MatrixProduct {
   Exchange exchange;
   int64_t apart = 0;  ///< from the product of a slice to the next; 0: there is one C
 
-  /// How many rows a box of A_rest has: all that so many rows leave, or where blocks share them an
-  /// equal part, in eights. 0: all boxes are whole.
+  /// Rows of a box of A_rest, for `rows` rows of A: those of the last tile, or where blocks share
+  /// it an equal part for each, a multiple of 8. 0: no tile is cut.
   static constexpr int rest_of(int rows) {
     const int left = rows % Tile::BN;
     return Tile::kStack == 1 ? left : 8 * ceil_div(left, 8 * Tile::kStack);
@@ -124,8 +124,8 @@ struct Tf32MatrixProduct {
     __device__ static constexpr int bytes_of(int share, int boxes) {
       return (Tile::kStack * share + Tile::kDepth * boxes) * static_cast<int>(kLineBytes);
     }
-    /// At a new tile: what of it there is to fetch. (nvcc 13.0 takes `min(kBoxes, max(0, boxes)) ==
-    /// kBoxes` for true where it is false.)
+    /// At a new tile: what of it there is to fetch. (nvcc 13.0 compiles `min(kBoxes, max(0, boxes))
+    /// == kBoxes` wrongly. So is_cut comes before cut_boxes is cut.)
     __device__ void cut() {
       const ProductShape& of = work.schedule.shape;  // C^T's
       rows_cut = at.col + Tile::BN > of.cols;
@@ -136,7 +136,8 @@ struct Tf32MatrixProduct {
       if (cut_boxes < 0) cut_boxes = 0;
       cut_bytes = bytes_of(cut_share, cut_boxes);
     }
-    /// kCut: the tile is not all inside of the matrices. Whole ones have no decisions to wait for.
+    /// kCut: a part of the tile lies outside of a matrix. For whole tiles the number of copies is
+    /// known at compile time, and the thread need not branch.
     template <bool kAlone, bool kCut>
     __device__ void load_rows(Stage& stage, Barrier* arrived) const {
       const CUtensorMap* const a = kCut && rows_cut ? &work.A_rest : &work.A;
@@ -168,7 +169,7 @@ struct Tf32MatrixProduct {
     int left = 0, k = 0;
     typename Schedule<Tile>::Place at;
     bool is_cut = false, rows_cut = false;
-    int cut_share = 0, cut_boxes = 0, cut_bytes = 0;  ///< of A, each block's rows; of B; together
+    int cut_share = 0, cut_boxes = 0, cut_bytes = 0;  ///< rows of A of each block; boxes; of both
   };
 
   /// Splits A, all of a stage: in whatever order it lies there.
@@ -313,7 +314,8 @@ class Tf32Product {
         offer_slices<128, 4>(ways, self);
         offer_added<256>(ways, self), offer_added<192>(ways, self), offer_added<96>(ways, self);
         // Tiles of 192 columns, for three consumers, and of 64, for one. (96 x 192 in slices of a
-        // cluster spills 8 bytes at its end, and is still the fastest way for some shapes.)
+        // cluster spills 8 bytes a thread in its epilogue, and is still the fastest way for some
+        // shapes.)
         offer<96, 1, false, 192>(ways, self), offer_added<96, 192>(ways, self);
         offer_slices<96, 2, false, 192>(ways, self), offer_slices<64, 2, false, 64>(ways, self),
             offer_slices<64, 4, false, 64>(ways, self), offer_slices<64, 8, false, 64>(ways, self),

@@ -2,7 +2,8 @@
 //
 // Blocks of a cluster need the same tiles. So each block copies a share of such a tile, and the
 // copy arrives in the shared memory of all blocks that need it. Two questions follow: who copies
-// what, and who has to be told that a stage has been read? load() and release() answer them.
+// what, and who has to be told that a stage has been read? load() answers the first one, told() and
+// tell() the second.
 //
 // For example, two blocks have tiles of C = A B that lie one below the other (BlockGrid<2, 1>). In
 // each step a block needs a tile of A of its own, and both need the same tile of B. That is 64 x
@@ -11,10 +12,10 @@
 //                  block 0                       block 1
 //     load of A    its tile, for itself          its tile, for itself
 //     load of B    boxes 0 and 1, to both        boxes 2 and 3, to both
-//     release      tells blocks 0 and 1          tells blocks 0 and 1
+//     tell         tells blocks 0 and 1          tells blocks 0 and 1
 //
 // Block 0 copies into the stages of both blocks. So it may fill a stage again only when both blocks
-// have read it. That is why release() tells both.
+// have read it. That is why both are told.
 #pragma once
 
 #include "primitives/hopper/hopper.cuh"
@@ -106,8 +107,8 @@ struct BlockGrid {
     }
   }
 
-  /// Whom a thread tells which stages have been read: block `rank`, and of the stages those whose
-  /// number has the bits `bits` where `mask` has ones.
+  /// What one thread has to tell: it tells block `rank` that stage s has been read, for each s with
+  /// (s & mask) == bits.
   struct Told {
     int rank, mask, bits;
   };
@@ -117,6 +118,7 @@ struct BlockGrid {
   /// the other blocks in its row. In block 1 of BlockGrid<2, 2> threads 0, 1 and 2 tell blocks 0, 1
   /// and 3. With kInTurn other blocks are told only of the stages that they fill.
   __device__ Told told() const {
+    // s % kStack and s % kSide are bits of s.
     static_assert(!kInTurn || ((kStack & (kStack - 1)) == 0 && (kSide & (kSide - 1)) == 0));
     const int thread = threadIdx.x % 128;
     if (thread < kStack) {
@@ -128,9 +130,10 @@ struct BlockGrid {
       constexpr int kMask = kInTurn ? kSide - 1 : 0;
       return {first + stack + kStack * column, kMask, column & kMask};
     }
-    return {0, 0, 1};  // nobody
+    return {0, 0, 1};  // tells nobody: s & 0 is never 1
   }
-  /// A warpgroup calls this when it has read stage number `stage`: empty[stage] is its barrier.
+  /// All threads of a warpgroup call this, each with its own told(), when they have read stage
+  /// number `stage`. The stage's barrier is empty[stage].
   __device__ static void tell(const Told& whom, Barrier* empty, int stage) {
     if ((stage & whom.mask) != whom.bits) return;
     if constexpr (kBlocks == 1) {
@@ -224,8 +227,8 @@ struct BlockGrid {
   __device__ void load(RightTile<T, kCols>& to, Source source, int k, Barrier* arrived) const {
     load<kAlone>(to, source, k, arrived, RightTile<T, kCols>::kBoxes);
   }
-  /// The same, but only the first `boxes` boxes are fetched, and none if that is not positive. There
-  /// may be a policy for the L2 cache (copies.cuh).
+  /// The same, but only the first `boxes` boxes are fetched, and none if that is not positive.
+  /// There may be a policy for the L2 cache (copies.cuh).
   template <bool kAlone = false, typename T, int kCols, typename Source, typename... Policy>
   __device__ void load(RightTile<T, kCols>& to, Source source, int k, Barrier* arrived, int boxes,
                        Policy... policy) const {

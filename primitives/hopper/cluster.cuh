@@ -76,9 +76,9 @@ __device__ inline void named_arrive(int id, int threads) {
 #endif
 #if CLUSTER_CODE
 
-/// `number`, which all threads of the warp have. By the shuffle the compiler knows that, too. So it
-/// computes what follows from the number once for the warp, in the registers from which wgmma takes
-/// its descriptors, and need not move each descriptor there.
+/// Returns `number`, which is the same in all 32 threads of the warp, and all call this. The
+/// shuffle tells the compiler so. Then the compiler keeps the number, and descriptors that are made
+/// from it, in uniform registers. wgmma reads descriptors there, and none has to be moved first.
 __device__ inline int same_in_warp(int number) { return __shfl_sync(0xffffffff, number, 0); }
 
 /// The number of this thread's warp in its block.

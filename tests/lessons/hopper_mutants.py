@@ -102,13 +102,13 @@ OTHERS = {
         (r"static_cast<uint16_t>\((\(\(1 << kStack\) - 1\) << kStack \* side << first)\)", "1u << (first + rank)"),
         (r"&& Share::kWhole \? (stack) \* kBoxes", "0"),
         (r"kAlone \? i : (side)\) \* share", "0"),
-        # The same where blocks fetch in turn.
+        # In turn: a block is told of stages that it does not fill; one does not fetch, or fetches out of turn.
         (r"const int mask = kInTurn && (thread != stack) \?", "false"),
         (r"constexpr int kMask = (kInTurn) \?", "false"),
         (r"\(!kAlone && (stage % kStack != stack)\)", "false"),
         (r"else if \((stage % kSide == side)\)", "true"),
     ],
-    # A block brings nothing of a stage that it fills in its turn; or one box of the last tile's columns too few.
+    # A block brings nothing into a stage that it should fill in its turn; the last box of columns is missing.
     "product": [
         (r"if \((kSomething && cut_boxes < 1)\)", "false"),
         (r"cut_boxes = (ceil_div\(work\.schedule\.shape\.cols - at\.col, kBoxCols\))",
@@ -337,8 +337,8 @@ HARMLESS = {
             "a turn decides who multiplies first, and nothing else" for change in ("with ^ 1", "without")},
     },
 }
-# Who does not wait for its turn may have it all the same. That shows in the last bits alone, where another block comes
-# first, and which one does is up to the machine: not judged.
+# A block that does not wait for its turn may by chance come at its turn. If not, only the last bits differ. So whether
+# this is found depends on the machine, and it is not judged.
 BY_CHANCE = {
     OTHER_KERNELS: ("wait_for_count(GridCount(in.counts[part_before]), static_cast<unsigned>(place.key_tile), "
                     "\"the parts of dQ of the keys before\") without",

@@ -6,9 +6,9 @@
 
 namespace operators::gating {
 
-/// Starts the copy of kPiece neighbours of row k of W1, or of W2 unless of_gate, from column `col`
-/// on, to column c of a swizzled tile. Those outside become 0. They are copied at once where pieces
-/// do not begin at multiples of their size.
+/// Starts the copy of kPiece neighbours in row k of W1 (of_gate) or W2, from column `col` on, to
+/// row k of a swizzled tile, from its column c on. Elements outside of the matrix become 0. Where H
+/// is no multiple of kPiece, the thread copies the elements itself, and they are there on return.
 template <int kPiece, int kWidth, typename T>
 __device__ __forceinline__ void copy_weights(T* tile, const LayerOperands<T>& in, bool of_gate,
                                              int k, int c, int col) {
@@ -26,14 +26,15 @@ __device__ __forceinline__ void copy_weights(T* tile, const LayerOperands<T>& in
   }
 }
 
-/// Element `col` of b1, or of b2 unless of_gate; 0 where there are no biases, and outside.
+/// Element `col` of b1 (of_gate) or b2; 0 if there are no biases, or `col` is outside.
 template <typename T>
 __device__ __forceinline__ float bias_at(const LayerOperands<T>& in, bool of_gate, int col) {
   const T* const from = of_gate ? in.b1 : in.b2;
   return from != nullptr && col < in.H ? static_cast<float>(from[col]) : 0;
 }
 
-/// Lets each of a warp's rows of sums begin at the biases.
+/// A warp's sums begin at the biases, which are fp32 in shared memory. In each fragment sum[i][j] a
+/// thread has columns 8 j + lane % 4 * 2 and the next one, of two rows.
 template <int kRows16, int kCols8>
 __device__ __forceinline__ void start_at_biases(float (&sum)[kRows16][kCols8][4],
                                                 const float* biases) {

@@ -7,9 +7,10 @@
 //     other_kernels attention QUERIES KEYS HEADS KV_HEADS WIDTH CAUSAL
 //     other_kernels copies ROWS COLUMNS
 //
-// prints a line for each result; exits with 1 if one is wrong. CAUSAL is 0 or 1. Behind what is
-// written there is NaN, which has to stay. hopper_mutants.py plants mistakes into these kernels.
-// Further arguments are ignored.
+// prints a line for each result; exits with 1 if one is wrong. CAUSAL is 0 or 1. Behind the results
+// are numbers that are NaN, and have to stay so. (Of partial sums only the first number behind them
+// is looked at.) hopper_mutants.py plants mistakes into these kernels. Further arguments are
+// ignored.
 
 #include <algorithm>
 #include <cmath>
@@ -29,8 +30,8 @@ using namespace common;
 
 namespace {
 
-/// Numbers in device memory. Behind the last one are some that are NaN: as many as a block of any
-/// of these kernels may write.
+/// Numbers in device memory. All bytes begin as 0xff, which is NaN in floats, and so do those of
+/// 4096 numbers behind the last one: a kernel that writes a little too far changes some of them.
 template <typename T>
 struct Array {
   static constexpr size_t kBehind = 4096;
@@ -82,9 +83,9 @@ struct Sums {
   }
 };
 
-/// Whether each number is within `roundings` of its magnitude of what is expected, where numbers
-/// are rounded by at most 2^-9, and nothing behind them has been written. 1e-4: what fp32 sums of
-/// some hundred products of normal numbers are off by, where these cancel out.
+/// Whether each number is off by at most roundings * 2^-9 times the sum of its terms' magnitudes,
+/// and 1e-4, and nothing behind the numbers has been written. 1e-4: what fp32 sums of some hundred
+/// products of normal numbers are off by, where these cancel out.
 template <typename T>
 bool right(const char* what, const Array<T>& array, const Sums& expected, double roundings) {
   const std::vector<float> found = array.host();
@@ -349,7 +350,8 @@ struct Kernels {
   }
 
   /// Whether the sums of dQ have the bits to which the parts of each block add up, one after the
-  /// other in the order of the keys. They begin with some numbers: so the first two parts count.
+  /// other in the order of the keys. They begin at random
+  /// numbers: from 0, exchanging the first two parts would not show.
   bool are_in_order() const {
     const auto keys = static_cast<int>(of.shape.keys);
     std::vector<float> one_by_one = numbers<float>(sums.count, 5, 1);
@@ -366,7 +368,8 @@ struct Kernels {
   }
 };
 
-// P is rounded, and so is dS, which is a product of it; then the sum is. An exponent's error is
+// P is rounded, and so is dS, which is a product of it; the results are rounded once more. An
+// exponent's error is
 // some 2^-10 in all.
 template <class Tile, bool kInOrder>
 bool right(const char* name, const AttentionShape& shape) {
