@@ -697,7 +697,7 @@ struct MatrixProduct {
       int lines = Tile::BM / Tile::kRowsA * cut_share;
 #pragma unroll
       for (int box = 0; box < kBoxes; ++box) lines += box < cut_boxes ? kStepK : 0;
-      cut_bytes = lines * static_cast<int>(kLineBytes);
+      cut_bytes = lines * kLine<typename Tile::Element> * sizeof(typename Tile::Element);
     }
 
     bool is_cut = false, rows_cut = false;
