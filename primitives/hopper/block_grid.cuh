@@ -127,8 +127,8 @@ struct BlockGrid {
     }
     if (thread < kPeers) {
       const int other = thread - kStack, column = other < side ? other : other + 1;
-      constexpr int kMask = kInTurn ? kSide - 1 : 0;
-      return {first + stack + kStack * column, kMask, column & kMask};
+      const int mask = kInTurn ? kSide - 1 : 0;
+      return {first + stack + kStack * column, mask, column & mask};
     }
     return {0, 0, 1};  // tells nobody: s & 0 is never 1
   }

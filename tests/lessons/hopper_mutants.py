@@ -104,7 +104,7 @@ OTHERS = {
         (r"kAlone \? i : (side)\) \* share", "0"),
         # In turn: a block is told of stages that it does not fill; one does not fetch, or fetches out of turn.
         (r"const int mask = kInTurn && (thread != stack) \?", "false"),
-        (r"constexpr int kMask = (kInTurn) \?", "false"),
+        (r"const int mask = (kInTurn) \? kSide - 1", "false"),
         (r"\(!kAlone && (stage % kStack != stack)\)", "false"),
         (r"else if \((stage % kSide == side)\)", "true"),
     ],
