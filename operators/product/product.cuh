@@ -724,7 +724,7 @@ struct MatrixProduct {
     __device__ bool next() { return pieces.get(piece); }
     template <class Reader>
     __device__ void multiply(Sum& sum, Reader& reader) const {
-      reader.take(piece.end - piece.begin, [&](const Stage& stage, bool add) {
+      reader.take_steps(piece.end - piece.begin, [&](const Stage& stage, bool add) {
         Tile::start_product(sum, stage, consumer, add);
       });
       out.wait();  // while the last products are on their way

@@ -314,7 +314,7 @@ struct Reader {
   /// 64 x 96 wgmma takes 192 cycles a step, and those instructions took 230. `blocks` is a
   /// BlockGrid.
   template <typename Start>
-  __device__ __forceinline__ void take(int steps, Start start) {
+  __device__ __forceinline__ void take_steps(int steps, Start start) {
     const auto told = blocks.told();
     int now = same_in_warp(ring.stage);
     barrier_wait(&pipe.full[ring.stage], ring.parity);

@@ -37,7 +37,7 @@ SHARED = ("primitives/hopper/tiles.cuh", "primitives/hopper/block_grid.cuh", "pr
 REACHED_BY = {
     "Maker": "operators_gradients", "BlockRow": "operators_gradients",
     "wait_for_oldest": "operators_gradients", "give_back": "operators_gradients",
-    "next": "operators_gradients", "start_products": "operators_diffusion",
+    "next": "operators_gradients", "start_products": "operators_diffusion", "take": "bonus_clifford_fully_connected",
     "wait_for": "operators_softmax", "done_with": "operators_softmax",
 }
 KERNEL = "operators/product/product.cuh"  # judged with hopper_product
@@ -338,8 +338,9 @@ HARMLESS = {
     },
 }
 # A block that does not wait for its turn may by chance come at its turn. If not, only the last bits differ. So whether
-# this is found depends on the machine, and it is not judged.
+# this is found depends on the machine, and it is not judged. So it is with a block that may be a lap ahead of others.
 BY_CHANCE = {
+    PRODUCT: ("kSomething && cut_boxes < 1 as false",),
     OTHER_KERNELS: ("wait_for_count(GridCount(in.counts[part_before]), static_cast<unsigned>(place.key_tile), "
                     "\"the parts of dQ of the keys before\") without",
                     "named_barrier(1 + Tile::kPairs, 32 * Tile::kPairs) without"),
