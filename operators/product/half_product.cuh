@@ -183,12 +183,13 @@ class HalfProduct {
     const bool inside =
         shape_.rows % Schedule<Tile>::kRows == 0 && shape_.cols % Schedule<Tile>::kCols == 0;
     const int rest = inside ? -1 : Whole<Tile, kGrids>::rest_of(shape_.rows);
-    return {{{A_.map(Tile::kRowsA)}},
+    const CUtensorMap boxes = A_.map(Tile::kRowsA);
+    return {{{boxes}},
             {{B_.map(Tile::kRowsB)}},
             epilogue<Tile>(),
             schedule,
             exchange,
-            A_.map(rest > 0 ? rest : Tile::kRowsA),
+            rest > 0 ? A_.map(rest) : boxes,
             rest};
   }
 

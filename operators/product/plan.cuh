@@ -219,7 +219,8 @@ Estimate tile_estimate(const ProductShape& shape, int64_t stride_a, int64_t stri
   TileWork work = work_of_tile<Tile>();
   // No more is fetched than there is.
   work.fetched_a = 1.0 * std::min(Tile::BM, shape.rows) / Tile::kSide;
-  work.fetched_b = std::min(work.fetched_b, 64.0 * ceil_div(shape.cols, 64) / Tile::kStack);
+  work.fetched_b =
+      std::min(work.fetched_b, 1.0 * kStepK * ceil_div(shape.cols, kBoxCols) / Tile::kStack);
   constexpr int kBytes = sizeof(typename Tile::Element);
   return estimate_of(kHalfCosts, work, step_factor(work, kHalfSteps),
                      {shape, kBytes, kBytes * stride_a, kBytes * stride_b, kBytes * stride_c},
