@@ -10,7 +10,7 @@ QUIET = """#if defined(__GNUC__) && !defined(__clang__)
 #endif
 """
 # In these folders is what a kernel runs in; the others need not be fast.
-OF_KERNELS = ("execution", "hopper", "library")
+OF_KERNELS = ("execution", "hopper", "library", "warps")
 
 
 def runs_kernels(source):

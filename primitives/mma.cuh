@@ -23,7 +23,7 @@
 #include <cstdint>
 
 #ifdef CUDA_CPU
-#include "cpu/execution/warp_products.h"
+#include "cpu/warps/warp_products.h"
 #endif
 
 namespace primitives {
@@ -86,7 +86,7 @@ __device__ inline int swizzle(int row, int col) {
   return row * kCols + (col ^ 8 * turn);
 }
 
-// The CPU backend has functions of the same names in cpu/execution/warp_products.h.
+// The CPU backend has functions of the same names in cpu/warps/warp_products.h.
 #ifndef CUDA_CPU
 
 /// For a whole warp: loads four matrices of 8 x 8 elements of 16 bits from shared memory. Each lane

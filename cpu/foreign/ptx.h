@@ -18,9 +18,9 @@
 #include "cpu/execution/device_functions.h"
 #include "cpu/execution/later_than_cpp17.h"
 #include "cpu/execution/small_float.h"
-#include "cpu/hopper/matrix_moves.h"
 #include "cpu/hopper/units.h"
 #include "cpu/library/matrix_product.h"
+#include "cpu/warps/matrix_moves.h"
 #include "cuda_fp8.h"
 
 namespace cuda_cpu::ptx {

@@ -8,8 +8,8 @@
 
 #include "cpu/execution/cuda_cpu.h"
 #include "cpu/execution/device_functions.h"
-#include "cpu/hopper/matrix_moves.h"
 #include "cpu/hopper/units.h"
+#include "cpu/warps/matrix_moves.h"
 #include "cuda.h"
 #include "cuda_bf16.h"
 #include "cuda_fp16.h"

@@ -16,7 +16,7 @@
 
 #include "cpu/execution/cuda_cpu.h"
 #include "cpu/execution/later_than_cpp17.h"
-#include "cpu/library/matrix_product.h"
+#include "cpu/warps/fragment_product.h"
 #include "cpu/watch/hooks.h"
 #include "cuda_bf16.h"
 #include "cuda_fp16.h"
@@ -55,15 +55,10 @@ inline constexpr bool kInputShape =
         : (std::is_same_v<T, __half> || std::is_same_v<T, __nv_bfloat16>)&&K == 16 &&
               ((M == 16 && N == 16) || (M == 32 && N == 8) || (M == 8 && N == 32));
 
-/// What a factor's element counts for in a product: tf32 ignores the last bits of a float.
 template <class T>
-float factor(Stored<T> element) {
-  if constexpr (std::is_same_v<T, precision::tf32>) {
-    return cuda_cpu::bit_cast<float>(cuda_cpu::bit_cast<std::uint32_t>(element) & ~0x1FFFu);
-  } else {
-    return element;
-  }
-}
+inline constexpr auto kFactor = std::is_same_v<T, precision::tf32> ? cuda_cpu::Factor::tf32
+                                : std::is_same_v<T, __half>        ? cuda_cpu::Factor::half
+                                                                   : cuda_cpu::Factor::bfloat16;
 
 /// What the lanes of a warp must agree on when they load or store a fragment.
 struct Access {
@@ -221,38 +216,17 @@ void mma_sync(fragment<accumulator, M, N, K, TypeD>& d,
               const fragment<matrix_b, M, N, K, T, LayoutB>& b,
               const fragment<accumulator, M, N, K, TypeC>& c,
               cuda_cpu::Site site = cuda_cpu::Site::here()) {
-  struct Lane {
-    fragment<accumulator, M, N, K, TypeD>& d;
-    const fragment<matrix_a, M, N, K, T, LayoutA>& a;
-    const fragment<matrix_b, M, N, K, T, LayoutB>& b;
-    const fragment<accumulator, M, N, K, TypeC>& c;
-  } self = {d, a, b, c};
-  const auto product = [](void* const* operands, unsigned lanes) {
-    if (lanes != ~0u) cuda_cpu::fail("mma_sync() without all 32 lanes of the warp");
-    alignas(64) float whole_a[M * K];
-    alignas(64) float whole_b[K * N];
-    alignas(64) float whole_c[M * N];
-    for (int lane = 0; lane < 32; ++lane) {
-      const Lane& share = *static_cast<const Lane*>(operands[lane]);
-      for (int i = 0; i < share.a.num_elements; ++i) {
-        whole_a[lane * share.a.num_elements + i] = detail::factor<T>(share.a.x[i]);
-      }
-      for (int i = 0; i < share.b.num_elements; ++i) {
-        whole_b[lane * share.b.num_elements + i] = detail::factor<T>(share.b.x[i]);
-      }
-      for (int i = 0; i < share.c.num_elements; ++i) {
-        whole_c[lane * share.c.num_elements + i] = share.c.x[i];
-      }
-    }
-    cuda_cpu::multiply_small(whole_a, whole_b, whole_c, whole_c, M, N, K);
-    for (int lane = 0; lane < 32; ++lane) {
-      const Lane& share = *static_cast<const Lane*>(operands[lane]);
-      for (int i = 0; i < share.d.num_elements; ++i) {
-        share.d.x[i] = static_cast<TypeD>(whole_c[lane * share.d.num_elements + i]);
-      }
-    }
-  };
-  cuda_cpu::warp_meet(~0u, product, &self, "mma_sync()", site);
+  cuda_cpu::FragmentProduct self = {d.x,
+                                    a.x,
+                                    b.x,
+                                    c.x,
+                                    M,
+                                    N,
+                                    K,
+                                    detail::kFactor<T>,
+                                    std::is_same_v<TypeD, __half>,
+                                    std::is_same_v<TypeC, __half>};
+  cuda_cpu::warp_meet(~0u, cuda_cpu::FragmentProduct::combine, &self, "mma_sync()", site);
 }
 
 /// Numbers of less than 8 bits have names, which headers mention; no fragment holds them.

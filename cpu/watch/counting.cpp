@@ -357,10 +357,11 @@ inline bool watched() { return counts_here() && runner && runner->in_thread() &&
                    reinterpret_cast<std::uintptr_t>(code));
 }
 
-/// An access of whoever runs, of which the host's are nobody's.
+/// An access of whoever runs, of which the host's are nobody's. There is one before each load and
+/// store, and mostly nothing is counted: that is asked first, and nothing is kept for the call.
 [[gnu::always_inline]] inline void hook(const void* address, std::size_t bytes, Kind kind,
                                         const void* code, bool aligned = false) {
-  if (runner && counts_here()) hook_kernel(address, bytes, kind, code, aligned);
+  if (__builtin_expect(counting, false)) hook_kernel(address, bytes, kind, code, aligned);
 }
 
 /// The same of an access that the compiler takes to be aligned.
