@@ -5,8 +5,8 @@ namespace cuda_cpu {
 
 enum class Factor { half, bfloat16, tf32 };
 
-/// A lane's part in d = a * b + c, for a of m x k and b of k x n elements: of each matrix it has one
-/// of 32 equal pieces, by rows. c and d are floats, or halves.
+/// A lane's part in d = a * b + c, for a of m x k and b of k x n elements. Of each matrix it has
+/// one of 32 equal pieces, by rows. c and d are floats or halves.
 struct FragmentProduct {
   void* d;
   const void *a, *b, *c;

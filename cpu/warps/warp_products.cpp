@@ -1,5 +1,6 @@
-// Stands beside the header, so that it is compiled with the backend: in a program's code the compiler
-// calls a hook before each load and store, and what the hardware does here is none of a kernel's.
+// Stands beside the header, so that it is compiled with the backend: in a program's code the
+// compiler calls a hook before each load and store, and what the hardware does here is none of a
+// kernel's.
 #include "cpu/warps/warp_products.h"
 
 #include "cpu/library/matrix_product.h"
