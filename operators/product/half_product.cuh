@@ -109,37 +109,40 @@ class HalfProduct {
   // also boxes for results). These were chosen among more tiles, as those that lose the least at
   // shapes of all sizes; the ones of OneRow are for few rows, and those in slices of clusters that
   // share copies for a long k.
-  using ManyTiles = TileChoice<
-      Tiles<T, 192, 192, 1, 2, 1>, Tiles<T, 128, 256, 2, 1, 2>, Tiles<T, 128, 192, 2, 1, 3>,
-      Tiles<T, 128, 160, 4, 1, 2>, Tiles<T, 128, 160, 2, 1, 2>, Tiles<T, 128, 144, 4, 2, 1>,
-      Tiles<T, 64, 192, 4, 1, 2>, Tiles<T, 64, 128, 1, 1, 2>, Tiles<T, 64, 128, 4, 1, 2>,
-      Tiles<T, 64, 96, 4, 1, 2>, Tiles<T, 64, 64, 1, 1, 1>, TransposedTiles<T, 160, 256, 2, 1>,
-      TransposedTiles<T, 152, 256, 1, 2>, TransposedTiles<T, 176, 192, 2, 1>,
-      TransposedTiles<T, 160, 192, 2, 1>, TransposedTiles<T, 112, 192, 2, 1>,
-      TransposedTiles<T, 96, 192, 2, 1>, TransposedTiles<T, 96, 192, 4, 2>,
-      TransposedTiles<T, 80, 192, 4, 2>, TransposedTiles<T, 72, 192, 4, 1>,
-      TransposedTiles<T, 256, 128, 1, 2>, TransposedTiles<T, 240, 128, 1, 2>,
-      TransposedTiles<T, 232, 128, 1, 2>, TransposedTiles<T, 208, 128, 1, 2>,
-      TransposedTiles<T, 208, 128, 1, 4>, TransposedTiles<T, 184, 128, 1, 2>,
-      TransposedTiles<T, 176, 128, 1, 4>, TransposedTiles<T, 168, 128, 1, 2>,
-      TransposedTiles<T, 168, 128, 2, 1>, TransposedTiles<T, 152, 128, 1, 2>,
-      TransposedTiles<T, 144, 128, 2, 2>, TransposedTiles<T, 136, 128, 1, 2>,
-      TransposedTiles<T, 136, 128, 2, 4>, TransposedTiles<T, 128, 128, 4, 2>,
-      TransposedTiles<T, 120, 128, 2, 1>, TransposedTiles<T, 112, 128, 2, 1>,
-      TransposedTiles<T, 112, 128, 4, 2>, TransposedTiles<T, 96, 128, 2, 2>,
-      TransposedTiles<T, 88, 128, 4, 1>, TransposedTiles<T, 80, 128, 2, 1>,
-      TransposedTiles<T, 56, 64, 4, 1>, TransposedTiles<T, 48, 64, 2, 1>,
-      OneRow<Tiles<T, 64, 128, 2, 1, 2>>, OneRow<TransposedTiles<T, 32, 128, 1, 1>>>;
+  using ManyTiles =
+      TileChoice<Tiles<T, 192, 192, 1, 2, 1>, Tiles<T, 192, 128, 1, 2, 1>,
+                 Tiles<T, 128, 256, 2, 1, 2>, Tiles<T, 128, 192, 2, 1, 3>,
+                 Tiles<T, 128, 160, 2, 1, 2>, Tiles<T, 128, 144, 4, 2, 1>,
+                 Tiles<T, 64, 192, 4, 1, 2>, Tiles<T, 64, 128, 1, 1, 2>, Tiles<T, 64, 128, 2, 1, 2>,
+                 Tiles<T, 64, 128, 4, 1, 2>, Tiles<T, 64, 96, 4, 1, 2>, Tiles<T, 64, 64, 1, 1, 1>,
+                 TransposedTiles<T, 96, 256, 1, 2>, TransposedTiles<T, 200, 192, 2, 1>,
+                 TransposedTiles<T, 176, 192, 2, 1>, TransposedTiles<T, 160, 192, 1, 2>,
+                 TransposedTiles<T, 160, 192, 2, 1>, TransposedTiles<T, 112, 192, 2, 1>,
+                 TransposedTiles<T, 96, 192, 2, 1>, TransposedTiles<T, 72, 192, 4, 1>,
+                 TransposedTiles<T, 56, 192, 2, 1>, TransposedTiles<T, 256, 128, 1, 2>,
+                 TransposedTiles<T, 240, 128, 1, 2>, TransposedTiles<T, 232, 128, 1, 2>,
+                 TransposedTiles<T, 208, 128, 1, 2>, TransposedTiles<T, 192, 128, 2, 1>,
+                 TransposedTiles<T, 184, 128, 1, 2>, TransposedTiles<T, 168, 128, 1, 2>,
+                 TransposedTiles<T, 168, 128, 2, 1>, TransposedTiles<T, 152, 128, 1, 2>,
+                 TransposedTiles<T, 144, 128, 2, 1>, TransposedTiles<T, 144, 128, 2, 2>,
+                 TransposedTiles<T, 136, 128, 1, 2>, TransposedTiles<T, 136, 128, 2, 4>,
+                 TransposedTiles<T, 128, 128, 2, 1>, TransposedTiles<T, 128, 128, 4, 2>,
+                 TransposedTiles<T, 120, 128, 2, 1>, TransposedTiles<T, 112, 128, 2, 1>,
+                 TransposedTiles<T, 112, 128, 4, 2>, TransposedTiles<T, 96, 128, 2, 2>,
+                 TransposedTiles<T, 88, 128, 4, 1>, TransposedTiles<T, 80, 128, 2, 1>,
+                 TransposedTiles<T, 104, 64, 2, 1>, TransposedTiles<T, 56, 64, 4, 1>,
+                 TransposedTiles<T, 48, 64, 2, 1>, OneRow<Tiles<T, 64, 128, 2, 1, 2>>,
+                 OneRow<TransposedTiles<T, 32, 128, 1, 1>>>;
 
   // For few rows or columns, and a long k. These tiles may also come in slices that finish_slices
-  // adds up. The blocks side by side in a cluster share rows of A. In clusters of eight, 2 x 4 or
-  // 4 x 2 blocks, those above each other share a tile of B, too.
-  using NarrowTiles = TileChoice<
-      TransposedTiles<T, 200, 64, 1, 4>, TransposedTiles<T, 160, 64, 1, 4>,
-      InTurn<TransposedTiles<T, 144, 64, 1, 4>>, InTurn<TransposedTiles<T, 120, 64, 1, 4>>,
-      InTurn<TransposedTiles<T, 104, 64, 1, 4>>, InTurn<TransposedTiles<T, 96, 64, 2, 4>>,
-      InTurn<TransposedTiles<T, 96, 64, 1, 4>>, InTurn<TransposedTiles<T, 96, 64, 4, 2>>,
-      InTurn<TransposedTiles<T, 88, 64, 1, 4>>, InTurn<TransposedTiles<T, 80, 64, 1, 4>>>;
+  // adds up. The blocks side by side in a cluster share rows of A. In a cluster of 4 x 2 blocks,
+  // those above each other share a tile of B, too.
+  using NarrowTiles =
+      TileChoice<TransposedTiles<T, 200, 64, 1, 4>, TransposedTiles<T, 160, 64, 1, 4>,
+                 InTurn<TransposedTiles<T, 144, 64, 1, 4>>,
+                 InTurn<TransposedTiles<T, 120, 64, 1, 4>>,
+                 InTurn<TransposedTiles<T, 96, 64, 1, 4>>, InTurn<TransposedTiles<T, 96, 64, 4, 2>>,
+                 InTurn<TransposedTiles<T, 88, 64, 1, 4>>>;
 
   // Of sums in fp32: each of these is a kernel more to compile, for large shapes, for small ones
   // and for few rows.

@@ -222,7 +222,7 @@ Estimate tile_estimate(const ProductShape& shape, int64_t stride_a, int64_t stri
   work.fetched_b =
       std::min(work.fetched_b, 1.0 * kStepK * ceil_div(shape.cols, kBoxCols) / Tile::kStack);
   constexpr int kBytes = sizeof(typename Tile::Element);
-  return estimate_of(kHalfCosts, work, step_factor(work, kHalfSteps),
+  return estimate_of(kHalfCosts, work, factors_of(work, kHalfTiles),
                      {shape, kBytes, kBytes * stride_a, kBytes * stride_b, kBytes * stride_c},
                      more);
 }

@@ -447,7 +447,8 @@ class Tf32Product {
     double copied = 0;
     if (A_.copied) copied += 1.0 * shape_.rows * shape_.depth;
     if (B_.copied) copied += 1.0 * shape_.depth * shape_.cols;
-    return estimate_of(kCosts, tile, 1,
+    const TileFactors factors = kSplit ? kAsTheCostsSay : factors_of(tile, kTf32Tiles);
+    return estimate_of(kCosts, tile, factors,
                        {transposed(), 4, 4 * A_.stride, 4 * B_.stride, 4 * c_stride},
                        copies_microseconds(kCosts, 4, copied));
   }

@@ -71,7 +71,7 @@ Estimate gathered_estimate(const ProductShape& shape, int64_t stride, int64_t st
   (Tile::kLeft ? work.fetched_a : work.fetched_b) = 0;
   work.gathering = kLines * (stride % 4 == 0 ? kHalfCosts.gather_eight : kHalfCosts.gather_four);
   return estimate_of(
-      kHalfCosts, work, step_factor(work, kHalfSteps),
+      kHalfCosts, work, factors_of(work, kHalfTiles),
       {shape, kBytes, kBytes * stride_other, kBytes * stride_other, kBytes * stride_c},
       kHalfCosts.gather + more);
 }
