@@ -326,7 +326,7 @@ struct ShiftedCosts {
   double share;      ///< the same for 2^10 sums of a tile, which a cluster adds up
   double store;      ///< microseconds for 2^20 elements of C
 };
-inline constexpr ShiftedCosts kShiftedTf32Costs = {.start = 2.76,
+inline constexpr ShiftedCosts kShiftedTf32Costs = {.start = 3.78,
                                                    .line = 5.05,
                                                    .aligned_b = 0.213,
                                                    .multiply = 2.05,

@@ -444,7 +444,7 @@ int main(int argc, char** argv) {
   ok = right<Tiles<half, 128, 144, 2, 1, 1>>(shape, true, false) &&
        ok;  // a part of a box, in two copies
   ok = right<Tiles<half, 128, 128, 2, 1, 2>>(shape, false, true) && ok;  // a box each
-  ok = right<Tiles<half, 192, 128, 1, 2, 1>>(shape, false, false) && ok;
+  ok = right<Tiles<half, 192, 64, 1, 2, 1>>(shape, false, false) && ok;
   ok =
       right<Tiles<half, 64, 112, 2, 4, 1>>(shape, false, false) && ok;  // four share each tile of A
   ok = right<TransposedTiles<half, 176, 128, 1, 4>>(shape, true, false) && ok;
@@ -461,7 +461,7 @@ int main(int argc, char** argv) {
   ok = right<Tiles<__nv_bfloat16, 128, 256, 2, 1, 2>>(shape, false, false, 3) && ok;
   ok = right<OneRow<TransposedTiles<half, 32, 128, 1, 1>>>(shape, false, false) && ok;
   ok = right<OneRow<Tiles<half, 64, 128, 2, 1, 2>>>(shape, false, false, 2) && ok;
-  ok = right<TransposedTiles<half, 56, 192, 2, 1>>(shape, true, false) && ok;
+  ok = right<TransposedTiles<half, 160, 256, 2, 1>>(shape, true, false) && ok;
   ok = right<Tiles<half, 128, 128, 1, 1, 2>, 8>(shape, false, false, 8) && ok;
   ok = right<Tiles<__nv_bfloat16, 64, 64, 1, 1, 1>, 4>(shape, false, false, 8) && ok;
   ok = right<Tiles<__nv_bfloat16, 64, 128, 2, 1, 2>, 2>(shape, false, false, 4) && ok;
