@@ -3,7 +3,8 @@
 // tiles were fitted to products of sizes drawn at random, each computed in all ways on an H200:
 // 5,400 products in 16 bits, 2,800 in TF32. What the fit makes small is not the error of the
 // estimates. It is how much longer the way with the least estimate takes than the fastest one.
-// results/costs/fit.py makes costs and factors anew, on any such GPU.
+// results/costs/fit.py makes these costs and factors anew, all but `start`, from times that were
+// measured on any such GPU. Those of 3xTF32 are of an older fit, which it does not repeat.
 #pragma once
 
 #include <algorithm>
@@ -53,15 +54,15 @@ struct ProductMatrices {
   int64_t pitch_a, pitch_b, pitch_c;
 };
 
-/// Measured times over those that the costs say, for a tile: what the costs leave unexplained. All
-/// are 1 for tiles that are not in the table.
+/// By how much the estimate of a tile is corrected. The factors come from the same fit as the
+/// costs. All are 1 for tiles that are not in the table.
 struct TileFactors {
   int rows, cols;
   bool transposed;
   int stack, side;
   double step;            ///< of a step
   double store = 1;       ///< of what the tile's results cost
-  double unaligned = 1;   ///< the same more, where rows of C are no multiples of 16 bytes long
+  double unaligned = 1;   ///< further factor of that, where rows of C are no multiples of 16 bytes
   bool gathered = false;  ///< threads copy a factor (GatheredProduct)
 };
 
@@ -70,7 +71,7 @@ inline constexpr TileFactors kAsTheCostsSay = {0, 0, false, 0, 0, 1};
 /// Costs of products with elements of one type. Cycles are those of a multiprocessor.
 struct ProductCosts {
   double start = 0;  ///< microseconds until the first data and after the last. All ways have it, so
-                     ///< it does not choose between them, but between one launch and several.
+                     ///< it counts only where one product is compared with several.
   double multiply = 0;      ///< cycles for 32 elements of a tile, in a step
   double between = 0;       ///< cycles between two steps
   double shared_bytes = 0;  ///< that shared memory moves in a cycle
@@ -337,7 +338,8 @@ inline double fetched_by_places(const TileWork& tile, const ProductMatrices& of,
          of.shape.depth * of.element_bytes;
 }
 
-/// Microseconds of a product of these tiles, whose rows are aligned.
+/// Microseconds of a product with such tiles. The rows of A and B are aligned to 16 bytes; those of
+/// C need not be. What align_rows takes is not counted.
 inline double product_microseconds(const ProductCosts& cost, const TileWork& tile,
                                    const TileFactors& factors, const ProductMatrices& of,
                                    const Division& division) {

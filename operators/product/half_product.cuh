@@ -15,17 +15,19 @@
 //     rows of A as suit N.
 //   - At 2222 x 104 there are 70 tiles of 64 x 64. Of 64 columns by 56 rows there are 80, and
 //     blocks of a cluster share B. A stage of such a tile is small: 14 of them may be on their way
-//     at the same time. The blocks of a cluster fetch whole tiles in turn (InTurn).
+//     at the same time.
 //   - At N = 1800 every other row begins in the middle of a sector of 32 bytes, and copies are
 //     slow. Four tiles in a cluster, two by two, fetch a third less than two do.
 //   - Where no size fits, the tiles of the last two rounds are divided along k, so that clusters
-//     have equally many steps. One that begins inside a tile hands its sum to one that ends there.
+//     have equally many steps. Then a tile may belong to several clusters. Each of them but the
+//     last to finish leaves its sum in memory. The last one adds these sums to its own.
 //   - At 512 x 512 with a depth of 16384 there are 16 tiles of 128 x 128. So the steps of each are
 //     cut into slices, for the blocks of a cluster or for several clusters (sliced.cuh).
 //   - At 135 x 480 with a depth of 11824 the last cluster of a tile would add up many sums alone.
 //     So each slice leaves its sums in memory, and a second launch adds them up. What bounds the
 //     product is what it reads from the L2 cache. So tiles have 64 columns and up to 200 rows: four
-//     blocks side by side fetch each row of A once for all of them.
+//     blocks side by side fetch each row of A once for all of them. Up to 144 rows a block fetches
+//     whole tiles of a factor, and the blocks take turns (InTurn).
 //   - With few rows the time is that of reading B. Each element of B is wanted once, so the L2
 //     cache is told not to keep it (OneRow). It then keeps what others have written there; to write
 //     that to memory would take a part of this product's time.
@@ -88,7 +90,8 @@ class HalfProduct {
     }
     exchange_.allocate(caller_.workspace);
     std::vector<Way> found = ways.found();
-    // Of very many rows or columns there are more tiles than Hopper's schedule counts.
+    // A very large product has more tiles than a Timetable can count. Then no way is found. With
+    // sums in fp32 the portable kernels compute it.
     if constexpr (kSums) {
       if (found.empty()) {
         return portable_half_ways<T>(caller_, A_, B_, C_, c_stride_, shape_);
@@ -105,10 +108,10 @@ class HalfProduct {
   }
 
  private:
-  // Rows, columns, how many tiles of a cluster are below and how many beside each other (in Tiles
-  // also boxes for results). These were chosen among more tiles, as those that lose the least at
-  // shapes of all sizes; the ones of OneRow are for few rows, and those in slices of clusters that
-  // share copies for a long k.
+  // The arguments are rows, columns, how many tiles of a cluster lie below each other, and how many
+  // beside each other; the last one of Tiles is how many boxes hold results. These tiles were
+  // chosen among 81 as those that lose the least together, at shapes of all sizes. The ones of
+  // OneRow are for few rows.
   using ManyTiles =
       TileChoice<Tiles<T, 192, 192, 1, 2, 1>, Tiles<T, 192, 128, 1, 2, 1>,
                  Tiles<T, 128, 256, 2, 1, 2>, Tiles<T, 128, 192, 2, 1, 3>,
@@ -144,8 +147,8 @@ class HalfProduct {
                  InTurn<TransposedTiles<T, 96, 64, 1, 4>>, InTurn<TransposedTiles<T, 96, 64, 4, 2>>,
                  InTurn<TransposedTiles<T, 88, 64, 1, 4>>>;
 
-  // Of sums in fp32: each of these is a kernel more to compile, for large shapes, for small ones
-  // and for few rows.
+  // The tiles for sums in fp32 are few, since each is one more kernel to compile. They are for
+  // large shapes, for small ones, and for few rows.
   using FewTiles =
       TileChoice<Tiles<T, 128, 256, 2, 1, 2>, Tiles<T, 128, 192, 2, 1, 3>,
                  TransposedTiles<T, 176, 192, 2, 1>, TransposedTiles<T, 128, 128, 2, 1>,

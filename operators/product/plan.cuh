@@ -1,5 +1,11 @@
-// What it takes to launch the product of operators/product/product.cuh: rows that are aligned,
-// memory for what clusters tell each other, and the tiles that should be the fastest.
+// From a product to the kernel that computes it. An operator offers its tiles (TileChoice). For
+// each tile plan_product() makes several plans: whole tiles, tiles that clusters share (stream-K),
+// and slices of k (split-K). plan_slices() and plan_added() make plans of further kinds of slices.
+// Each plan gets an estimate in microseconds (estimate.h). `Ways` keeps the plan with the least
+// one, or all of them, if they are to be tried.
+//
+// A block's tile has BM x BN elements of C. A cluster's tile has stack x side of them. Schedules,
+// rounds and slices count the tiles of clusters.
 #pragma once
 
 #include <algorithm>
@@ -75,16 +81,15 @@ constexpr bool leaves_in_boxes() {
   return Tile::BN % kBoxCols == 0;
 }
 
-/// The memory for sums that go through it. How much that is is known when all ways have been
-/// offered.
+/// The memory for sums that go through it. Its size is known only after all ways have been offered.
 class SharedSums {
  public:
-  /// For the way that `ways` was offered last, which is wanted.
+  /// What the way needs that `ways` has accepted last.
   void needs(const Ways& ways, size_t counts, size_t floats) {
     counts_ = ways.most(counts_, counts);
     floats_ = ways.most(floats_, floats);
   }
-  /// Also for the copies of this memory that ways have.
+  /// Ways hold copies of this object. All copies point to the same memory, so they see it.
   void allocate(const Workspace& workspace) {
     if (counts_ > 0) memory_->ended = workspace.zeros<unsigned>(counts_);
     if (floats_ > 0) memory_->partial = workspace.any<float>(floats_);
@@ -227,8 +232,8 @@ Estimate tile_estimate(const ProductShape& shape, int64_t stride_a, int64_t stri
                      more);
 }
 
-/// What plans depend on of a Work. What does not depend on it any further is compiled once, and not
-/// for each of a hundred tiles.
+/// Everything about a Work that a plan depends on. So the code that makes plans is compiled once,
+/// and not for each of a hundred tiles.
 struct WorkFacts {
   ClusterTile tile;
   int (*capacity)();        ///< clusters_that_fit_once
@@ -241,7 +246,8 @@ struct WorkFacts {
   int stages, stack, side;
   int gathers = 0;  ///< 1, 2: threads copy A, B (GatheredProduct)
 
-  /// With so many blocks or slices, in one of the ways to divide tiles among them.
+  /// The id of a way. `divided` says how tiles are divided among clusters. `count` is how many
+  /// clusters there are if tiles are whole or shared, and else how many slices.
   WayId id(Divided divided, int64_t count) const {
     return way_id({static_cast<int64_t>(divided), count, rows, cols, transposed, read_once, stages,
                    stack, side, slices_of_cluster, shares_copies, gathers});
@@ -253,7 +259,8 @@ struct WorkFacts {
   }
 };
 
-/// Those of a Work whose Tile is of C, not of C^T.
+/// The facts of a Work whose Tile counts rows and columns of C. TransposedTiles do, too. The tiles
+/// in TF32 count those of C^T (facts_of_tf32).
 template <class Work>
 WorkFacts facts_of() {
   using Tile = typename Work::Tile;
@@ -472,7 +479,8 @@ Estimate estimate_with(const ProductShape& shape, int64_t stride_a, int64_t stri
 
 /// The ways to compute a product: the plans for each Tile. A plan's launch is the Owner's
 /// launch<Tile>(plan). The strides are of A's, B's and C's rows, in elements. in_boxes: only those
-/// in which all results leave in boxes. more: see tile_estimate().
+/// in which all results leave in boxes. more: see tile_estimate(); an epilogue with an
+/// estimate of its own has to count that itself.
 template <class... Tile>
 struct TileChoice {
   template <class Epilogue, class Owner>

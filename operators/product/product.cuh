@@ -30,8 +30,9 @@
 //         If there is one: how many of these warps fill a part of each stage, and arrive at its
 //         barrier `full`.
 //
-// MatrixProduct, below, is the Work of a plain product, with an epilogue for its results. What
-// ranks its tiles is in operators/product/plan.cuh.
+// MatrixProduct, below, is the Work of a plain product, with an epilogue for its results.
+// operators/product/plan.cuh makes plans of its tiles, and estimate.h says how long each should
+// take.
 #pragma once
 
 #include <limits>
